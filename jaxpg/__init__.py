@@ -1,0 +1,1 @@
+"""The functional core of policy-gradient reinforcement learning in JAX."""

@@ -1,0 +1,205 @@
+"""Floor 0: the records that the parts exchange, and the protocols that plug in from outside.
+
+Records are ``NamedTuple``s of arrays (or of functions): pytrees without machinery. Build and read
+them by name. Axes: ``T`` time steps, ``B`` environments, ``N`` rows of a batch, ``K`` kept final
+observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax import Array
+
+PyTree = Any
+"""Any pytree of arrays: parameters, observations, environment states."""
+
+Key = Array
+"""A typed key (`jax.random.key`); legacy ``uint32[2]`` keys are accepted wherever one enters."""
+
+
+class Discrete(NamedTuple):
+    """Integers ``0 … n-1``."""
+
+    n: int
+
+
+class MultiDiscrete(NamedTuple):
+    """A vector of integers, entry ``i`` in ``0 … nvec[i]-1``."""
+
+    nvec: tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Arrays of `shape` between `low` and `high` (scalars or NumPy arrays of that shape)."""
+
+    low: Any
+    high: Any
+    shape: tuple[int, ...]
+
+
+class DictSpace(NamedTuple):
+    """A mapping of names to spaces, for observations with several parts."""
+
+    spaces: dict[str, Any]
+
+
+Space = Discrete | MultiDiscrete | Box | DictSpace
+
+
+class Distribution(NamedTuple):
+    """A family of action distributions, as pure functions of its parameters `p`.
+
+    Every function takes any number of leading batch axes. ``x`` is what is stored and scored;
+    ``action(x)`` is what the environment gets (the identity but for a squashed family).
+    """
+
+    sample: Callable[[Key, PyTree], Array]  # (key, p) -> x
+    mode: Callable[[PyTree], Array]  # p -> x
+    action: Callable[[Array], Array]  # x -> action
+    log_prob: Callable[[PyTree, Array], Array]  # (p, x) -> [...]
+    entropy: Callable[[PyTree], Array]  # p -> [...], nats
+    kl: Callable[[PyTree, PyTree], Array]  # (p, q) -> [...], KL(p‖q), nats
+
+
+class Policy(NamedTuple):
+    """A policy with a critic, as functions: any network library plugs in here.
+
+    Feed-forward (``initial_carry is None``)::
+
+        init(key, obs[N, …]) -> params
+        apply(params, obs[N, …]) -> (dist_params[N, …], value[N])
+
+    Recurrent::
+
+        initial_carry(N) -> carry[N, …]
+        apply(params, carry, obs[N, …], reset[N]) -> (carry, (dist_params, value))
+
+    one step at a time; ``reset`` says that this observation starts an episode, and the carry is
+    zeroed before use. ``obs`` is any pytree with ``N`` leading every leaf.
+    """
+
+    init: Callable[..., PyTree]
+    apply: Callable[..., Any]
+    distribution: Distribution
+    initial_carry: Callable[[int], PyTree] | None = None
+
+
+class EnvStep(NamedTuple):
+    """What one step of one environment returns."""
+
+    obs: PyTree  # after an automatic reset, if the episode ended
+    reward: Array  # [] float32
+    terminated: Array  # [] bool: no continuation value
+    truncated: Array  # [] bool: a time limit, bootstrap from `final_obs`
+    final_obs: PyTree  # the true successor, before any reset
+
+
+class Env(NamedTuple):
+    """One environment as pure functions; `jaxpg.rollout` batches it with ``vmap``.
+
+    ``time_limit``: consecutive truncations of one environment lie at least this many steps apart,
+    and no episode is longer. ``None`` promises nothing: every final observation is then kept and
+    scored, which is exact but doubles the critic's work in a rollout.
+    """
+
+    reset: Callable[[Key], tuple[PyTree, PyTree]]  # key -> (env_state, obs)
+    step: Callable[[Key, PyTree, Array], tuple[PyTree, EnvStep]]
+    observation_space: Space
+    action_space: Space
+    time_limit: int | None = None
+    name: str = "custom"
+
+
+class Transition(NamedTuple):
+    """One rollout, every leaf ``[T, B, …]``; row ``t`` is described in `jaxpg.returns`."""
+
+    obs: PyTree
+    action: Array  # the sample x of the distribution, before `Distribution.action`
+    log_prob: Array  # under the policy that acted
+    value: Array  # v(S(t))
+    dist_params: PyTree
+    reward: Array
+    terminated: Array
+    truncated: Array
+    reset: Array  # obs[t] starts an episode
+
+
+class Runner(NamedTuple):
+    """Where the environments stand between two rollouts, every leaf ``[B, …]``."""
+
+    env_state: PyTree
+    obs: PyTree
+    carry: PyTree  # of a recurrent policy, else ()
+    reset: Array  # the next observation starts an episode
+    episode_return: Array  # so far, raw rewards
+    episode_length: Array  # so far, int32
+
+
+class Episodes(NamedTuple):
+    """The episodes that ended during a rollout, as sums: add them up, divide once."""
+
+    return_sum: Array  # [] raw, undiscounted
+    length_sum: Array  # [] environment steps
+    count: Array  # []
+    unbootstrapped: Array  # [] truncations beyond what `Env.time_limit` promised
+
+
+class TrainState(NamedTuple):
+    """Everything an algorithm needs to go on: arrays only. Checkpoint, stack, vmap or donate it."""
+
+    params: PyTree
+    opt_state: PyTree
+    runner: Runner
+    statistics: PyTree  # running statistics of observations and returns, () when off
+    key: Key
+    update: Array  # [] int32, updates done
+    extra: PyTree  # what this algorithm alone carries along, () for most
+
+
+Info = dict[str, Array]
+"""Scalars of one update. `jaxpg.algorithms.common.INFO_FIELDS` lists those that all share."""
+
+
+class ActFn(Protocol):
+    """How an algorithm's state acts, for evaluation and deployment."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        key: Key,
+        obs: PyTree,
+        carry: PyTree,
+        reset: Array,
+        *,
+        deterministic: bool,
+    ) -> tuple[PyTree, Array]:
+        """Maps ``obs[N, …]`` to ``(carry, action[N, …])``."""
+        ...
+
+
+class Algorithm(NamedTuple):
+    """An algorithm bound to its environment and policy. Nothing in it is jitted: the caller does.
+
+    ``init(key, config) -> state`` raises `ValueError` on a bad combination of sizes, before
+    anything compiles; ``step(state, config) -> (state, info)`` is one rollout and its updates.
+    """
+
+    init: Callable[[Key, Any], TrainState]
+    step: Callable[[TrainState, Any], tuple[TrainState, Info]]
+    act: ActFn
+    env: Env
+    initial_carry: Callable[[int], PyTree] = lambda num_envs: ()
+
+
+Optimizer = Callable[[Any], Any]
+"""``config -> optax.GradientTransformation``, called inside the trace so that its numbers can be
+swept: a learning rate closed over by a transformation could not."""
+
+
+def split_key(key: Key, *names: str) -> dict[str, Key]:
+    """One key per name. `jax.random.split(k, 2)` equals ``split(k, 8)[:2]``: split a key once."""
+    keys = jax.random.split(key, len(names))
+    return dict(zip(names, keys, strict=True))

@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """A fixed key: a failure today is the same failure tomorrow."""
+    return jax.random.key(0)
+
+
+@pytest.fixture(params=["eager", "jit", "vmap"])
+def variant(request: pytest.FixtureRequest) -> Callable:
+    """Runs ``fn(*arrays)`` eagerly, jitted, or vmapped over a new axis of length 1."""
+    if request.param == "eager":
+        return lambda fn: fn
+    if request.param == "jit":
+        return jax.jit
+
+    def vmapped(fn: Callable) -> Callable:
+        def call(*arrays: object) -> object:
+            added = jax.tree.map(lambda x: jax.numpy.asarray(x)[None], arrays)
+            return jax.tree.map(lambda x: x[0], jax.vmap(fn)(*added))
+
+        return call
+
+    return vmapped
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Doubles for the duration of one test."""
+    with jax.enable_x64(True):
+        yield
