@@ -22,6 +22,16 @@ def is_concrete(x: object) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def as_key(key: Array) -> Array:
+    """A typed key from a typed or a legacy ``uint32[2]`` one; `TypeError` for anything else."""
+    if isinstance(key, Array | np.ndarray):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            return key
+        if key.dtype == jnp.uint32 and key.ndim >= 1:
+            return jax.random.wrap_key_data(key)
+    raise TypeError(f"key must come from jax.random.key or jax.random.PRNGKey, got {key!r:.80}")
+
+
 def as_array(name: str, x: ArrayLike) -> Array:
     """`x` as an array of a real dtype; `TypeError` for complex numbers and objects."""
     try:

@@ -1,0 +1,153 @@
+"""Floor 3: epochs of minibatches, as one nested `lax.scan` around any optax optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from jaxpg._checks import divides, normalize_axis, positive_int
+from jaxpg.types import Info, Key, PyTree
+
+LossFn = Callable[[PyTree, PyTree], tuple[Array, Info]]
+
+
+def optimize(
+    key: Key,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    batch: PyTree,
+    *,
+    num_epochs: int,
+    num_minibatches: int,
+    axis: int = 0,
+    shuffle: bool = True,
+    target_kl: ArrayLike | None = None,
+) -> tuple[PyTree, PyTree, Info]:
+    """Takes ``num_epochs × num_minibatches`` optimizer steps on a batch.
+
+    Every epoch deals the batch out along `axis` into equal minibatches, uniformly at random when
+    `shuffle`, else in order: samples (axis 0 of a flat batch), environments (axis 1 of
+    ``[T, B, …]``, for recurrent policies), groups, or time in order (``shuffle=False`` with
+    ``num_minibatches = T``, which is sequential REINFORCE).
+
+    Args:
+        key: consumed (unused without shuffling).
+        loss_fn: ``(params, minibatch) -> (loss, metrics)``, metrics a dict of scalars.
+        optimizer: an optax transformation, built from the current config inside the trace.
+        params: parameters.
+        opt_state: the optimizer's state.
+        batch: a pytree; every leaf has the same length ``N`` along `axis`.
+        num_epochs: passes over the batch, static.
+        num_minibatches: optimizer steps a pass, static.
+        axis: the axis dealt out.
+        shuffle: whether to permute it anew each epoch.
+        target_kl: early stop, checked per minibatch: the first minibatch whose
+            ``metrics["approx_kl"]`` exceeds it takes no step, nor does any later one. None is off.
+            (Stable-Baselines3 compares with 1.5 times its ``target_kl``.)
+
+    Returns:
+        ``(params, opt_state, metrics)``: the loss function's metrics as means over the minibatches
+        that took a step, with ``grad_norm`` (before any clipping), ``nonfinite`` (the share of
+        minibatches whose gradient held NaN or inf) and ``minibatches_applied`` (the share that
+        took a step) added.
+
+    Raises:
+        ValueError: `num_minibatches` does not divide ``N``; leaves differ in ``N``; `target_kl`
+            is given and the metrics hold no ``approx_kl``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> loss = lambda w, x: (jnp.mean((w - x) ** 2), {"error": jnp.mean(jnp.abs(w - x))})
+        >>> sgd = optax.sgd(0.5)
+        >>> w = jnp.zeros(())
+        >>> w, _, metrics = optimize(jax.random.key(0), loss, sgd, w, sgd.init(w), jnp.ones(4),
+        ...                          num_epochs=1, num_minibatches=2)
+        >>> print(w, sorted(metrics))
+        1.0 ['error', 'grad_norm', 'minibatches_applied', 'nonfinite']
+    """
+    positive_int("num_epochs", num_epochs)
+    positive_int("num_minibatches", num_minibatches)
+    leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise ValueError("batch has no leaves")
+    lengths = {x.shape[normalize_axis("axis", axis, x.ndim)] for x in leaves}
+    if len(lengths) > 1:
+        raise ValueError(f"batch leaves differ in length along axis {axis}: {sorted(lengths)}")
+    length = lengths.pop()
+    divides("batch size", length, "num_minibatches", num_minibatches)
+
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def minibatch_step(state: tuple, minibatch: PyTree) -> tuple[tuple, tuple[Info, Array]]:
+        params, opt_state, stopped = state
+        (_, metrics), grads = gradient(params, minibatch)
+        grad_norm = optax.global_norm(grads)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        if target_kl is not None:
+            if "approx_kl" not in metrics:
+                raise ValueError("target_kl needs an 'approx_kl' among the metrics of loss_fn")
+            stopped = stopped | (metrics["approx_kl"] > target_kl)
+            new_params, new_opt_state = jax.tree.map(
+                lambda new, old: jnp.where(stopped, old, new),
+                (new_params, new_opt_state),
+                (params, opt_state),
+            )
+        nonfinite = (~jnp.isfinite(grad_norm)).astype(jnp.float32)
+        metrics = {**metrics, "grad_norm": grad_norm, "nonfinite": nonfinite}
+        return (new_params, new_opt_state, stopped), (metrics, ~stopped)
+
+    def epoch(state: tuple, epoch_key: Key) -> tuple[tuple, tuple[Info, Array]]:
+        # with one minibatch the order cannot matter
+        order = permutation(epoch_key, length) if shuffle and num_minibatches > 1 else None
+        return jax.lax.scan(minibatch_step, state, _deal(batch, order, num_minibatches, axis))
+
+    state = (params, opt_state, jnp.asarray(False))
+    keys = jax.random.split(key, num_epochs)
+    (params, opt_state, _), (metrics, applied) = jax.lax.scan(epoch, state, keys)
+    if target_kl is None:
+        averaged = jax.tree.map(jnp.mean, metrics)
+        return params, opt_state, {**averaged, "minibatches_applied": jnp.ones(())}
+    count = jnp.maximum(jnp.sum(applied), 1)
+    averaged = jax.tree.map(lambda x: jnp.sum(jnp.where(applied, x, 0.0)) / count, metrics)
+    # a gradient that was never applied for being NaN must still be seen
+    averaged["nonfinite"] = jnp.mean(metrics["nonfinite"])
+    return params, opt_state, {**averaged, "minibatches_applied": jnp.mean(applied * 1.0)}
+
+
+def permutation(key: Key, length: int) -> Array:
+    """A uniform permutation of ``0 … length-1`` by one sort of random words.
+
+    `jax.random.permutation` sorts repeatedly to rule out ties; one sort of 32 random bits an
+    element is about twice as fast, and among 65,536 elements half a pair ties on average (a tied
+    pair keeps its order).
+
+    Args:
+        key: consumed.
+        length: number of elements, static.
+
+    Returns:
+        ``[length]`` int32.
+    """
+    words = jax.random.bits(key, (length,), jnp.uint32)
+    return jax.lax.sort((words, jnp.arange(length, dtype=jnp.int32)), num_keys=1)[1]
+
+
+def _deal(batch: PyTree, order: Array | None, parts: int, axis: int) -> PyTree:
+    """Splits `axis` into `parts` equal pieces and puts the pieces on a new axis 0."""
+
+    def deal(x: Any) -> Array:
+        at = axis % x.ndim
+        x = x if order is None else jnp.take(x, order, axis=at, unique_indices=True)
+        pieces = x.reshape(*x.shape[:at], parts, x.shape[at] // parts, *x.shape[at + 1 :])
+        return jnp.moveaxis(pieces, at, 0)
+
+    return jax.tree.map(deal, batch)
