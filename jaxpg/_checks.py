@@ -79,6 +79,19 @@ def as_mask(name: str, mask: ArrayLike | None, shape: tuple[int, ...]) -> Array 
     return array.astype(jnp.bool_)
 
 
+def masked_floats(mask: ArrayLike | None, **arrays: ArrayLike) -> tuple[list[Array], Array | None]:
+    """`as_floats`, with zeros where `mask` is False, and the mask as bool (None stays None).
+
+    Cleaning the inputs, rather than the result, is what keeps NaN and inf under the mask out of
+    gradients: NaN times a zero cotangent is NaN.
+    """
+    floats = as_floats(**arrays)
+    valid = as_mask("mask", mask, floats[0].shape)
+    if valid is None:
+        return floats, None
+    return [jnp.where(valid, x, 0) for x in floats], valid
+
+
 def same_shape(**arrays: Array) -> None:
     """`ValueError` naming every shape when the arrays differ."""
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
@@ -120,6 +133,14 @@ def time_setting(name: str, value: ArrayLike, like: Array) -> Array:
         raise ValueError(
             f"{name} has shape {setting.shape}, which does not broadcast to {like.shape}"
         ) from error
+
+
+def scalar(name: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
+    """A setting that is one number (also traced), in `dtype`; `ValueError` for an array."""
+    number = as_float(name, value)
+    if number.ndim:
+        raise ValueError(f"{name} must be a scalar, got shape {number.shape}")
+    return number.astype(dtype)
 
 
 def in_range(
