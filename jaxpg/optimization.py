@@ -89,7 +89,7 @@ def optimize(
     def minibatch_step(state: tuple, minibatch: PyTree) -> tuple[tuple, tuple[Info, Array]]:
         params, opt_state, stopped = state
         (_, metrics), grads = gradient(params, minibatch)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
         if target_kl is not None:

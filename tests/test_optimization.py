@@ -1,0 +1,203 @@
+"""Epochs of minibatches against loops written out by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+from jaxpg.optimization import optimize, permutation
+
+SGD = optax.sgd(0.1)
+
+
+def mean_loss(params, batch):
+    error = params - batch
+    return jnp.mean(error**2), {"error": jnp.mean(jnp.abs(error))}
+
+
+def test_one_minibatch_an_epoch_is_gradient_descent(key):
+    batch = jnp.asarray([1.0, 2.0, 6.0])
+    params, _, metrics = optimize(
+        key, mean_loss, SGD, jnp.zeros(()), SGD.init(0.0), batch, num_epochs=2, num_minibatches=1
+    )
+    w = 0.0
+    norms = []
+    for _ in range(2):
+        norms.append(abs(2 * (w - 3.0)))
+        w -= 0.1 * 2 * (w - 3.0)
+    np.testing.assert_allclose(params, w, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], np.mean(norms), rtol=1e-6)
+    assert float(metrics["minibatches_applied"]) == 1.0 and float(metrics["nonfinite"]) == 0.0
+
+
+def test_in_order_without_shuffling_is_sequential(key):
+    batch = jnp.asarray([[1.0, 3.0], [5.0, 7.0], [0.0, 2.0]])
+    params, _, _ = optimize(
+        key,
+        mean_loss,
+        SGD,
+        jnp.zeros(()),
+        SGD.init(0.0),
+        batch,
+        num_epochs=1,
+        num_minibatches=3,
+        shuffle=False,
+    )
+    w = 0.0
+    for row in np.asarray(batch):
+        w -= 0.1 * 2 * (w - row.mean())
+    np.testing.assert_allclose(params, w, rtol=1e-6)
+
+
+def test_every_sample_is_seen_once_an_epoch_in_a_new_order(key):
+    batch = {"x": jnp.arange(12.0), "pair": jnp.stack([jnp.arange(12.0)] * 2, axis=1)}
+
+    def loss(params, minibatch):
+        # rows stay together, whatever the leaf
+        mismatch = jnp.sum(jnp.abs(minibatch["x"][:, None] - minibatch["pair"]))
+        seen = jnp.zeros(12).at[minibatch["x"].astype(int)].add(1.0)
+        return -jnp.sum(params * seen), {"mismatch": mismatch, "first": minibatch["x"][0]}
+
+    params, _, metrics = optimize(
+        key,
+        loss,
+        optax.sgd(1.0),
+        jnp.zeros(12),
+        optax.sgd(1.0).init(jnp.zeros(12)),
+        batch,
+        num_epochs=3,
+        num_minibatches=4,
+    )
+    np.testing.assert_array_equal(params, np.full(12, 3.0))
+    assert float(metrics["mismatch"]) == 0.0
+
+
+def test_minibatches_over_environments_keep_time_whole(key):
+    time, envs = jnp.meshgrid(jnp.arange(5.0), jnp.arange(4.0), indexing="ij")
+
+    def loss(params, minibatch):
+        t, env = minibatch
+        whole = jnp.all(t == jnp.arange(5.0)[:, None]) & jnp.all(env == env[0])
+        return params * 0.0, {"whole": whole * 1.0, "envs": jnp.sum(env[0])}
+
+    _, _, metrics = optimize(
+        key,
+        loss,
+        SGD,
+        jnp.zeros(()),
+        SGD.init(0.0),
+        (time, envs),
+        num_epochs=2,
+        num_minibatches=2,
+        axis=1,
+    )
+    assert float(metrics["whole"]) == 1.0
+    assert float(metrics["envs"]) == 3.0  # 0 + 1 + 2 + 3 over two minibatches
+
+
+def test_target_kl_stops_before_the_step_that_exceeds_it(key):
+    def loss(params, batch):
+        return -jnp.mean(batch) * params, {"approx_kl": params}
+
+    counting = optax.sgd(lambda count: 1.0)
+    params, opt_state, metrics = optimize(
+        key,
+        loss,
+        counting,
+        jnp.zeros(()),
+        counting.init(jnp.zeros(())),
+        jnp.ones(6),
+        num_epochs=3,
+        num_minibatches=2,
+        target_kl=1.5,
+    )
+    # steps of 1: KL seen is 0, 1, 2: the third minibatch and all later ones take no step
+    assert float(params) == 2.0
+    assert int(optax.tree.get(opt_state, "count")) == 2
+    np.testing.assert_allclose(metrics["minibatches_applied"], 2 / 6, rtol=1e-6)
+    assert float(metrics["approx_kl"]) == 0.5  # mean of 0 and 1
+    with pytest.raises(ValueError, match="approx_kl"):
+        optimize(
+            key,
+            mean_loss,
+            SGD,
+            jnp.zeros(()),
+            SGD.init(0.0),
+            jnp.ones(6),
+            num_epochs=1,
+            num_minibatches=1,
+            target_kl=0.1,
+        )
+
+
+def test_a_nan_gradient_is_reported(key):
+    _, _, metrics = optimize(
+        key,
+        mean_loss,
+        SGD,
+        jnp.zeros(()),
+        SGD.init(0.0),
+        jnp.asarray([1.0, 1.0, 1.0, jnp.nan]),
+        num_epochs=1,
+        num_minibatches=4,
+        shuffle=False,
+    )
+    assert float(metrics["nonfinite"]) == 0.25
+
+
+def test_sizes_that_do_not_divide_name_both_numbers(key):
+    with pytest.raises(ValueError, match="num_minibatches=3 does not divide batch size=10"):
+        optimize(
+            key,
+            mean_loss,
+            SGD,
+            jnp.zeros(()),
+            SGD.init(0.0),
+            jnp.ones(10),
+            num_epochs=1,
+            num_minibatches=3,
+        )
+    with pytest.raises(ValueError, match="differ in length"):
+        optimize(
+            key,
+            mean_loss,
+            SGD,
+            jnp.zeros(()),
+            SGD.init(0.0),
+            (jnp.ones(4), jnp.ones(6)),
+            num_epochs=1,
+            num_minibatches=2,
+        )
+
+
+def test_the_learning_rate_can_be_swept(key):
+    def run(learning_rate):
+        sgd = optax.sgd(learning_rate)
+        return optimize(
+            key,
+            mean_loss,
+            sgd,
+            jnp.zeros(()),
+            sgd.init(jnp.zeros(())),
+            jnp.ones(4),
+            num_epochs=1,
+            num_minibatches=1,
+        )[0]
+
+    swept = jax.vmap(run)(jnp.asarray([0.1, 0.2]))
+    np.testing.assert_allclose(swept, [0.2, 0.4], rtol=1e-6)
+
+
+def test_permutations_are_uniform(key):
+    orders = np.asarray(jax.vmap(lambda k: permutation(k, 4))(jax.random.split(key, 24_000)))
+    np.testing.assert_array_equal(np.sort(orders, axis=1), np.tile(np.arange(4), (24_000, 1)))
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert len(counts) == 24
+    assert stats.chisquare(counts).pvalue > 1e-3
+    # where an element lands is uniform too when there are many
+    long = np.asarray(jax.vmap(lambda k: permutation(k, 1000))(jax.random.split(key, 400)))
+    assert stats.kstest((np.argsort(long, axis=1)[:, 7] + 0.5) / 1000, "uniform").pvalue > 1e-3
