@@ -123,6 +123,35 @@ def optimize(
     return params, opt_state, {**averaged, "minibatches_applied": jnp.mean(applied * 1.0)}
 
 
+def skip_zero_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`optimizer`, standing still (its state too) on a gradient that is exactly zero.
+
+    Adam goes on moving on its momentum through a minibatch in which everything is masked or every
+    advantage is zero, which is no evidence for moving anywhere.
+
+    Args:
+        optimizer: any optax transformation.
+
+    Returns:
+        A transformation with the same state as `optimizer`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> adam = skip_zero_gradients(optax.adam(0.1))
+        >>> _, state = adam.update(jnp.ones(1), adam.init(jnp.zeros(1)))
+        >>> print(adam.update(jnp.zeros(1), state)[0])
+        [0.]
+    """
+
+    def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        updates, new_state = optimizer.update(grads, state, params)
+        moves = jnp.any(jnp.stack([jnp.any(g != 0) for g in jax.tree.leaves(grads)]))
+        updates = jax.tree.map(lambda u: jnp.where(moves, u, jnp.zeros_like(u)), updates)
+        return updates, jax.tree.map(lambda new, old: jnp.where(moves, new, old), new_state, state)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
 def permutation(key: Key, length: int) -> Array:
     """A uniform permutation of ``0 … length-1`` by one sort of random words.
 

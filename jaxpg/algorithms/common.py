@@ -221,6 +221,29 @@ def init_state(
     return jax.tree.map(own_buffer, state)
 
 
+def whole_episodes(config: ConfigT, env: Env) -> ConfigT:
+    """`config` with a `num_steps` of None replaced by the time limit of `env`.
+
+    For algorithms that start every rollout from fresh resets: every first episode then ends.
+
+    Raises:
+        ValueError: `num_steps` is None and the environment has no time limit.
+    """
+    if config.num_steps is not None:
+        return config
+    if env.time_limit is None:
+        raise ValueError(f"environment {env.name!r} has no time limit: give num_steps")
+    return config.replace(num_steps=env.time_limit)
+
+
+def feed_forward_only(name: str, policy: Policy) -> None:
+    """`ValueError` for a recurrent policy, in `init` of an algorithm that shuffles time."""
+    if policy.initial_carry is not None:
+        raise ValueError(
+            f"{name} needs a feed-forward policy: use ppo or actor_critic with a recurrent one"
+        )
+
+
 def own_buffer(x: ArrayLike) -> Array:
     """A strongly typed copy of `x` that shares no buffer."""
     x = jnp.asarray(x)
