@@ -1,9 +1,9 @@
 """Floor 1: means over tokens, sequences and groups, that masks and micro-batches cannot break.
 
 The mean that a loss is made with decides how much a long answer weighs. Per-token losses of
-``[1, 1, 1, 1]`` in one sequence and ``[5]`` in another give: `token_mean` 1.8 (each token weighs the
-same; DAPO), `sequence_mean` 3.0 (each sequence does; GRPO), `constant_norm` with ``max_length=4``
-1.125 (each token, whatever the lengths in this batch; Dr. GRPO).
+``[1, 1, 1, 1]`` in one sequence and ``[5]`` in another give: `token_mean` 1.8 (each token weighs
+the same; DAPO), `sequence_mean` 3.0 (each sequence does; GRPO), `constant_norm` with
+``max_length=4`` 1.125 (each token, whatever the lengths in this batch; Dr. GRPO).
 
 All divide by ``max(count, 1)``, so that nothing counted gives 0 and a zero gradient, or by the
 `denominator` given from outside. Give the count of the *whole* batch (tokens or sequences, as each
