@@ -5,6 +5,7 @@ Plain NumPy on the host: scores arrive after training, a few hundred numbers at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -56,7 +57,9 @@ def interquartile_mean(scores: ArrayLike, axis: int | tuple[int, ...] | None = N
     axes = tuple(range(array.ndim)) if axis is None else np.atleast_1d(axis)
     axes = tuple(int(a) % array.ndim for a in axes)
     kept = [a for a in range(array.ndim) if a not in axes]
-    rows = array.transpose(*kept, *axes).reshape(*(array.shape[a] for a in kept), -1)
+    shape = [array.shape[a] for a in kept]
+    size = math.prod(array.shape[a] for a in axes)
+    rows = array.transpose(*kept, *axes).reshape(*shape, size)
     trimmed = np.asarray(trim_mean(rows, 0.25, axis=-1))
     # a sort puts NaN last, where trimming would drop it unseen
     return np.where(np.isnan(rows).any(axis=-1), np.nan, trimmed)
