@@ -331,10 +331,7 @@ def sequence_clipped_loss(
         log_probs, old_log_probs, advantages, mask, axis
     )
     low, high = clip_bounds(clip_epsilon, clip_epsilon_high, log_probs.dtype)
-    length = jnp.maximum(token_count(mask, log_probs, axis), 1)
-    log_s = jnp.sum(log_probs - old_log_probs, axis=axis)
-    if length_normalize:
-        log_s = log_s / length
+    log_s, length = sequence_log_ratios(log_probs - old_log_probs, mask, axis, length_normalize)
     if not per_token:
         return clip_surrogate(ratio_of(log_s), advantages, low, high, dual_clip)
     # Each token carries the gradient for itself: log s as a constant, plus a zero whose derivative
@@ -395,14 +392,14 @@ def geometric_mean_loss(
         log_probs, old_log_probs, advantages, mask, axis
     )
     bound = scalar("max_log_ratio", max_log_ratio, log_probs.dtype)
-    length = jnp.maximum(token_count(mask, log_probs, axis), 1)
     log_ratios = log_probs - old_log_probs
     positive = (advantages if per_token else jnp.expand_dims(advantages, axis)) > 0
     helped = jnp.where(positive, log_ratios > bound, log_ratios < -bound)
     log_ratios = jnp.where(helped, jnp.where(positive, bound, -bound), log_ratios)
+    mean_log_ratios, length = sequence_log_ratios(log_ratios, mask, axis, True)
     if per_token:
         advantages = jnp.sum(advantages, axis=axis) / length
-    return -ratio_of(jnp.sum(log_ratios, axis=axis) / length) * advantages
+    return -ratio_of(mean_log_ratios) * advantages
 
 
 def squared_value_loss(
@@ -608,11 +605,11 @@ def sequence_importance_weights(
     low, high = _weight_bounds(
         "min_weight", min_weight, "max_weight", max_weight, old_log_probs.dtype
     )
-    count = token_count(mask, old_log_probs, axis)
-    log_ratios = jnp.sum(old_log_probs - sampler_log_probs, axis=axis)
-    if length_normalize:
-        log_ratios = log_ratios / jnp.maximum(count, 1)
-    return jnp.where(count > 0, _bounded_weights(log_ratios, low, high, zero_outside), 0)
+    log_ratios, _ = sequence_log_ratios(
+        old_log_probs - sampler_log_probs, mask, axis, length_normalize
+    )
+    weights = _bounded_weights(log_ratios, low, high, zero_outside)
+    return weights if mask is None else jnp.where(jnp.any(mask, axis=axis), weights, 0)
 
 
 def off_policy_sequence_mask(
@@ -660,8 +657,7 @@ def off_policy_sequence_mask(
     log_probs, old_log_probs, advantages, mask, axis, per_token = _sequence_inputs(
         log_probs, old_log_probs, advantages, mask, axis
     )
-    length = jnp.maximum(token_count(mask, log_probs, axis), 1)
-    drift = jnp.sum(old_log_probs - log_probs, axis=axis) / length
+    drift, _ = sequence_log_ratios(old_log_probs - log_probs, mask, axis, True)
     left = drift > scalar("threshold", threshold, drift.dtype)
     return ~((advantages < 0) & (jnp.expand_dims(left, axis) if per_token else left))
 
@@ -764,11 +760,17 @@ def broadcast_per_token(name: str, x: ArrayLike, shape: Sequence[int], axis: int
     return array
 
 
-def token_count(mask: Array | None, like: Array, axis: int) -> Array:
-    """Valid tokens along `axis`, in the dtype of `like`."""
+def sequence_log_ratios(
+    log_ratios: Array, mask: Array | None, axis: int, length_normalize: bool
+) -> tuple[Array, Array]:
+    """The sum (or mean over valid tokens) of cleaned log-ratios, and max(valid tokens, 1)."""
+    total = jnp.sum(log_ratios, axis=axis)
     if mask is None:
-        return jnp.asarray(like.shape[axis], like.dtype)
-    return jnp.sum(mask, axis=axis, dtype=jnp.int32).astype(like.dtype)
+        length = jnp.full_like(total, max(log_ratios.shape[axis], 1))
+    else:
+        count = jnp.sum(mask, axis=axis, dtype=jnp.int32)
+        length = jnp.maximum(count, 1).astype(total.dtype)
+    return (total / length if length_normalize else total), length
 
 
 def _sequence_inputs(
