@@ -63,7 +63,8 @@ def masked_mean(
     if denominator is None:
         return total / jnp.maximum(_count(mask, x, axes), 1)
     number = as_float("denominator", denominator).astype(x.dtype)
-    if jnp.broadcast_shapes(number.shape, total.shape) != total.shape:
+    fits = zip(number.shape[::-1], total.shape[::-1], strict=False)
+    if number.ndim > total.ndim or not all(n in (1, m) for n, m in fits):
         raise ValueError(
             f"denominator has shape {number.shape}, which does not broadcast to {total.shape}"
         )
