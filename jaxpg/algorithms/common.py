@@ -307,9 +307,14 @@ def collect(
     Returns:
         The rollout, normalised and scaled, and the statistics for the next one.
     """
-    runner = state.runner if runner is None else runner
     params = state.params if params is None else params
     statistics = state.statistics
+    if runner is None:
+        runner = state.runner
+    elif config.normalize_rewards:
+        # the discounted returns that were running belong to episodes that were left
+        running = jnp.zeros_like(statistics.returns.discounted)
+        statistics = statistics._replace(returns=statistics.returns._replace(discounted=running))
     after, rows, next_values, episodes = rollout(
         key, env, observing(policy, statistics), params, runner, num_steps=config.num_steps
     )
