@@ -121,7 +121,8 @@ def gae(
 def _vtrace_row(
     rho: Array, trace: Array, delta: Array, terminated: Array, truncated: Array, gamma: Array
 ) -> tuple[Array, Array, Array]:
-    return gamma * trace, rho * delta, terminated | truncated
+    cut = terminated | truncated
+    return jnp.where(cut, 0, gamma * trace), rho * delta, cut  # an infinite ratio times 0 is NaN
 
 
 def vtrace(

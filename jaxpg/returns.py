@@ -423,7 +423,7 @@ def _per_decision_row(
     gamma: Array,
 ) -> tuple[Array, Array, Array]:
     a, b, cut = _return_row(rewards, next_values, terminated, truncated, gamma)
-    return ratios * a, ratios * b, cut
+    return jnp.where(cut, 0, ratios * a), ratios * b, cut  # an infinite ratio times 0 is NaN
 
 
 def per_decision_returns(
