@@ -1,0 +1,198 @@
+"""Floor 2: the flax modules that `jaxpg.policies` assembles.
+
+A torso is ``(x, carry) -> (features, carry)``, with ``()`` as the carry where nothing is
+remembered; a head is ``features -> dist_params`` or ``features -> value``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxpg.types import Key, PyTree
+
+
+def split_last(x: Array, sizes: Sequence[int]) -> tuple[Array, ...]:
+    """`x` cut along its last axis into parts of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return tuple(x[..., end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
+def orthogonal(gain: float) -> Callable:
+    """Initialiser of a kernel with orthogonal columns (or rows, where those are fewer)."""
+    return nn.initializers.orthogonal(gain)
+
+
+def orthogonal_blocks(num_blocks: int) -> Callable:
+    """Several orthogonal matrices side by side: one for each gate."""
+
+    def init(key: Key, shape: tuple[int, int], dtype: DTypeLike) -> Array:
+        block = (shape[0], shape[1] // num_blocks)
+        keys = jax.random.split(key, num_blocks)
+        return jnp.concatenate([orthogonal(1.0)(k, block, dtype) for k in keys], axis=1)
+
+    return init
+
+
+def product_in(compute_dtype: DTypeLike | None) -> Callable:
+    """The product of hidden layers: inputs rounded to a short float, sums in float32."""
+    if compute_dtype is None:
+        return jax.lax.dot_general
+    dtype = jnp.dtype(compute_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"compute_dtype must be a float dtype, got {dtype}")
+
+    def dot_general(x: Array, w: Array, dimension_numbers: Any, **settings: Any) -> Array:
+        settings["preferred_element_type"] = jnp.float32
+        return jax.lax.dot_general(x.astype(dtype), w.astype(dtype), dimension_numbers, **settings)
+
+    return dot_general
+
+
+def dense_layers(x: Array, sizes: Sequence[int], activation: Callable, dot: Callable) -> Array:
+    """Hidden layers ``dense_0``, ``dense_1``, … of the module that calls this."""
+    for i, size in enumerate(sizes):
+        init = orthogonal(math.sqrt(2.0))
+        layer = nn.Dense(size, kernel_init=init, dot_general=dot, name=f"dense_{i}")
+        x = activation(layer(x))
+    return x
+
+
+class Dense(nn.Module):
+    """Dense layers."""
+
+    sizes: tuple[int, ...]
+    activation: Callable
+    dot_general: Callable
+
+    @nn.compact
+    def __call__(self, x: Array, carry: PyTree = ()) -> tuple[Array, PyTree]:
+        return dense_layers(x, self.sizes, self.activation, self.dot_general), carry
+
+
+class Convolution(nn.Module):
+    """Stride 1, no padding, as one product: see `jaxpg.policies.cnn_policy` for the reason."""
+
+    features: int
+    kernel: int
+    dot_general: Callable
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        k = self.kernel
+        height, width = x.shape[1] - k + 1, x.shape[2] - k + 1
+        shape = (k, k, x.shape[3], self.features)
+        kernel = self.param("kernel", orthogonal(math.sqrt(2.0)), shape, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+        shifted = [x[:, i : i + height, j : j + width] for i in range(k) for j in range(k)]
+        patches = jnp.concatenate(shifted, axis=-1)
+        flat = kernel.reshape(-1, self.features)
+        return self.dot_general(patches, flat, (((3,), (0,)), ((), ()))) + bias
+
+
+class Convolutional(nn.Module):
+    """Convolutions, then dense layers on all that they give."""
+
+    channels: tuple[int, ...]
+    kernel: int
+    sizes: tuple[int, ...]
+    activation: Callable
+    dot_general: Callable
+
+    @nn.compact
+    def __call__(self, x: Array, carry: PyTree = ()) -> tuple[Array, PyTree]:
+        for i, features in enumerate(self.channels):
+            layer = Convolution(features, self.kernel, self.dot_general, name=f"conv_{i}")
+            x = self.activation(layer(x))
+        x = x.reshape(x.shape[0], -1)
+        return dense_layers(x, self.sizes, self.activation, self.dot_general), carry
+
+
+class Recurrent(nn.Module):
+    """Dense layers, then a gated recurrent unit; its output is its carry."""
+
+    sizes: tuple[int, ...]
+    width: int
+    activation: Callable
+    dot_general: Callable
+
+    @nn.compact
+    def __call__(self, x: Array, carry: Array) -> tuple[Array, Array]:
+        x = dense_layers(x, self.sizes, self.activation, self.dot_general)
+
+        def gates(name: str, *, use_bias: bool) -> nn.Module:
+            return nn.Dense(
+                3 * self.width,
+                use_bias=use_bias,
+                kernel_init=orthogonal_blocks(3),
+                dot_general=self.dot_general,
+                name=name,
+            )
+
+        new = gates("input", use_bias=True)(x)
+        old = gates("recurrent", use_bias=False)(carry)
+        bias = self.param("candidate_bias", nn.initializers.zeros, (self.width,), jnp.float32)
+        new_r, new_z, new_n = jnp.split(new, 3, axis=-1)
+        old_r, old_z, old_n = jnp.split(old, 3, axis=-1)
+        r, z = jax.nn.sigmoid(new_r + old_r), jax.nn.sigmoid(new_z + old_z)
+        candidate = jnp.tanh(new_n + r * (old_n + bias))
+        carry = (1.0 - z) * candidate + z * carry
+        return carry, carry
+
+
+class LogitsHead(nn.Module):
+    """Logits of one choice, or of several."""
+
+    sizes: tuple[int, ...]
+    joint: bool  # a tuple of logits, one entry per component
+
+    @nn.compact
+    def __call__(self, x: Array) -> PyTree:
+        logits = nn.Dense(sum(self.sizes), kernel_init=orthogonal(0.01), name="logits")(x)
+        return split_last(logits, self.sizes) if self.joint else logits
+
+
+class GaussianHead(nn.Module):
+    """Mean and log standard deviation, both [N, D]."""
+
+    dim: int
+    log_std_init: float
+    state_dependent: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        width = 2 * self.dim if self.state_dependent else self.dim
+        mean = nn.Dense(width, kernel_init=orthogonal(0.01), name="mean")(x)
+        if self.state_dependent:
+            mean, log_std = jnp.split(mean, 2, axis=-1)
+            return mean, log_std + self.log_std_init
+        constant = nn.initializers.constant(self.log_std_init)
+        log_std = self.param("log_std", constant, (self.dim,), jnp.float32)
+        return mean, jnp.broadcast_to(log_std, mean.shape)
+
+
+class ValueHead(nn.Module):
+    """The critic's number for every row."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return nn.Dense(1, kernel_init=orthogonal(1.0), name="value")(x).squeeze(-1)
+
+
+class Branch(nn.Module):
+    """A torso and a head: all of one network that shares nothing."""
+
+    torso: nn.Module
+    head: nn.Module
+
+    def __call__(self, x: Array, carry: PyTree = ()) -> tuple[PyTree, PyTree]:
+        x, carry = self.torso(x, carry)
+        return self.head(x), carry
