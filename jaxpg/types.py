@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from jax import Array
 
 PyTree = Any
@@ -39,11 +40,29 @@ class Box(NamedTuple):
     high: Any
     shape: tuple[int, ...]
 
+    # bounds may be arrays, whose == is no bool: without these an `Algorithm` could not be static
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Box)
+            and self.shape == other.shape
+            and np.array_equal(self.low, other.low)
+            and np.array_equal(self.high, other.high)
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((Box, self.shape))
+
 
 class DictSpace(NamedTuple):
     """A mapping of names to spaces, for observations with several parts."""
 
     spaces: dict[str, Any]
+
+    def __hash__(self) -> int:
+        return hash((DictSpace, *sorted(self.spaces)))
 
 
 Space = Discrete | MultiDiscrete | Box | DictSpace

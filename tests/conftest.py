@@ -37,3 +37,11 @@ def x64() -> Iterator[None]:
     """Doubles for the duration of one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """Compiles with few optimisations while a test that is all compilation runs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

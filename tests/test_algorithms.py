@@ -73,19 +73,29 @@ CASES = {
 }
 
 
+class Built(NamedTuple):
+    algorithm: jaxpg.Algorithm
+    config: Any
+    swept: str
+    init: Callable  # jitted
+    step: Callable  # jitted, counts its traces
+    traces: list
+    state: jaxpg.TrainState
+
+
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> tuple:
-    """The algorithm, its config, one jitted step that counts its traces, and a first state."""
+def case(request: pytest.FixtureRequest, quick_compile: None) -> Built:
     build, config, swept = CASES[request.param]
     algorithm = build()
-    traces = []
+    traces: list[int] = []
 
     def step(state, config):
         traces.append(1)
         return algorithm.step(state, config)
 
-    state = jax.jit(algorithm.init)(jax.random.key(0), config)
-    return algorithm, config, swept, jax.jit(step), traces, state
+    init = jax.jit(algorithm.init)
+    state = init(jax.random.key(0), config)
+    return Built(algorithm, config, swept, init, jax.jit(step), traces, state)
 
 
 def assert_equal(tree: Any, other: Any, **tolerance: float) -> None:
@@ -103,9 +113,8 @@ def assert_equal(tree: Any, other: Any, **tolerance: float) -> None:
 
 
 def test_step_returns_the_state_as_it_got_it(case):
-    algorithm, config, _, _, _, state = case
-    after, info = jax.eval_shape(algorithm.step, state, config)
-    before = jax.eval_shape(lambda: jax.tree.map(lambda x: x, state))
+    after, info = jax.eval_shape(case.algorithm.step, case.state, case.config)
+    before = jax.eval_shape(lambda: jax.tree.map(lambda x: x, case.state))
     assert jax.tree.structure(before) == jax.tree.structure(after)
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
@@ -116,7 +125,7 @@ def test_step_returns_the_state_as_it_got_it(case):
 
 
 def test_neither_a_second_call_nor_a_changed_number_retraces(case):
-    _, config, swept, step, traces, state = case
+    _, config, swept, _, step, traces, state = case
     state, info = step(state, config)
     count = len(traces)
     state, _ = step(state, config)
@@ -125,83 +134,82 @@ def test_neither_a_second_call_nor_a_changed_number_retraces(case):
     state, _ = step(state, changed)
     assert len(traces) == count
     assert all(np.isfinite(x) for x in info.values())
-    assert float(info["env_steps"]) == config.num_envs * config.num_steps
+    assert float(info["env_steps"]) == state.runner.reset.shape[0] * case_steps(case)
 
 
-def test_vmap_over_seeds_and_over_a_setting_equals_separate_runs(case):
-    algorithm, config, swept, step, _, _ = case
+def case_steps(case: Built) -> int:
+    """Steps of one environment in a rollout of this case."""
+    return case.config.num_steps or case.algorithm.env.time_limit
+
+
+def test_vmap_over_seeds_and_over_settings_equals_separate_runs(case):
+    algorithm, config, swept, init, step, _, _ = case
     keys = jax.random.split(jax.random.key(5), 2)
     value = float(getattr(config, swept))
-    configs, axes = jaxpg.sweep(
-        config,
-        learning_rate=[1e-3, 1e-2],
-        **({} if swept == "learning_rate" else {swept: [value, 0.7 * value]}),
-    )
-
-    @jax.jit
-    def both(keys, configs):
-        def one(key, config):
-            return jaxpg.train(algorithm, key, config, 2)
-
-        return jax.vmap(one, (0, axes))(keys, configs)
-
-    states, infos = both(keys, configs)
-    for i in range(2):
-        one_config = jax.tree.map(lambda x, i=i: x[i] if jnp.ndim(x) else x, configs)
-        state = algorithm.init(keys[i], one_config)
-        for update in range(2):
-            state, info = step(state, one_config)
-            for name, x in info.items():
-                np.testing.assert_allclose(
-                    x, infos[name][i, update], rtol=2e-4, atol=1e-5, err_msg=name
-                )
-        params = jax.tree.map(lambda x, i=i: x[i], states.params)
-        assert_equal(state.params, params, rtol=1e-5, atol=1e-6)
-
-
-def test_resume_is_continuation_and_keys_decide(case):
-    algorithm, config, _, _, _, state = case
-    train = jax.jit(jaxpg.train, static_argnums=(0, 3))
-    # two updates at once, and one then one, are the same to the bit
-    whole, _ = train(algorithm, jax.random.key(0), config, 2)
-    again, _ = train(algorithm, jax.random.key(0), config, 2)
-    assert_equal(whole, again)
-    half, _ = train(algorithm, jax.random.key(0), config, 1)
-    resumed, _ = jaxpg.train(algorithm, None, config, 1, state=half)
-    assert_equal(whole, resumed)
-    other = algorithm.init(jax.random.key(1), config)
-    differs = [
-        not np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True)
+    values = {"learning_rate": [1e-3, 1e-2], swept: [value, 0.7 * value]}
+    configs, axes = jaxpg.sweep(config, **values)
+    states = jax.jit(jax.vmap(algorithm.init, (0, axes)))(keys, configs)
+    both = jax.jit(jax.vmap(algorithm.step, (0, axes)))
+    alone = [
+        (init(key, one), one)
+        for key, one in zip(keys, [pick(configs, i) for i in range(2)], strict=True)
     ]
-    assert any(differs)
+    for _ in range(2):
+        states, infos = both(states, configs)
+        stepped = [step(state, one) for state, one in alone]
+        alone = [(state, one) for (state, _), (_, one) in zip(stepped, alone, strict=True)]
+        for i, (state, info) in enumerate(stepped):
+            for name, x in info.items():
+                np.testing.assert_allclose(x, infos[name][i], rtol=2e-4, atol=1e-5, err_msg=name)
+            assert_equal(state.params, pick(states.params, i), rtol=1e-5, atol=1e-6)
+
+
+def pick(tree: Any, i: int) -> Any:
+    """Entry `i` of every leaf that has a leading axis."""
+    return jax.tree.map(lambda x: x[i] if jnp.ndim(x) else x, tree)
+
+
+def test_the_state_is_all_there_is_and_keys_decide(case):
+    _, config, _, init, step, _, state = case
+    once, _ = step(state, config)
+    twice, _ = step(once, config)
+    # by way of the host, as a checkpoint would: every bit of what follows is in the state
+    words = once._replace(key=jax.random.key_data(once.key))
+    restored = jax.tree.map(jnp.asarray, jax.tree.map(np.array, words))
+    restored = restored._replace(key=jax.random.wrap_key_data(restored.key))
+    assert_equal(step(restored, config)[0], twice)
+    assert_equal(init(jax.random.key(0), config), state)
+    other = step(init(jax.random.key(1), config), config)[0]
+    pairs = zip(jax.tree.leaves(once.params), jax.tree.leaves(other.params), strict=True)
+    assert any(not np.array_equal(x, y) for x, y in pairs)
 
 
 def test_the_state_can_be_donated_and_the_key_survives(case):
-    algorithm, config, _, _, _, _ = case
+    algorithm, config, *_ = case
     key = jax.random.key(11)
     state = algorithm.init(key, config)
-    pointers = [
-        x.unsafe_buffer_pointer()
-        for x in jax.tree.leaves(state._replace(key=jax.random.key_data(state.key)))
-        if x.size
-    ]
+    leaves = jax.tree.leaves(state._replace(key=jax.random.key_data(state.key)))
+    pointers = [x.unsafe_buffer_pointer() for x in leaves if x.size]
     assert len(pointers) == len(set(pointers))
-    donating = jax.jit(lambda state: jax.tree.map(lambda x: x, state), donate_argnums=0)
-    donating(state)
+    jax.jit(lambda state: jax.tree.map(lambda x: x, state), donate_argnums=0)(state)
     jax.random.normal(key)  # still there
     legacy = algorithm.init(jax.random.PRNGKey(11), config)
     assert_equal(legacy, algorithm.init(key, config))
 
 
 def test_evaluation_acts_greedily_or_by_sampling(case):
-    algorithm, _, _, _, _, state = case
-    evaluate = jax.jit(
-        jaxpg.evaluate, static_argnums=0, static_argnames=("num_episodes", "deterministic")
-    )
-    greedy = evaluate(algorithm, state, jax.random.key(0), num_episodes=3)
-    sampled = evaluate(algorithm, state, jax.random.key(0), num_episodes=3, deterministic=False)
-    assert greedy.shape == (3,) and bool(jnp.all(jnp.isfinite(greedy) & jnp.isfinite(sampled)))
+    algorithm, *_, state = case
+
+    @jax.jit
+    def both(state):
+        key = jax.random.key(0)
+        return [
+            jaxpg.evaluate(algorithm, state, key, num_episodes=3, deterministic=greedy)
+            for greedy in (True, False)
+        ]
+
+    for returns in both(state):
+        assert returns.shape == (3,) and bool(jnp.all(jnp.isfinite(returns)))
 
 
 @pytest.mark.parametrize(
