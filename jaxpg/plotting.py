@@ -91,6 +91,7 @@ def save_learning_curve(
     returns: ArrayLike,
     *,
     title: str,
+    xlabel: str = "environment steps per seed",
     ylabel: str = "return of training episodes",
     confidence: float = 0.95,
 ) -> None:
@@ -101,6 +102,7 @@ def save_learning_curve(
         steps: ``[points]`` environment steps of each seed.
         returns: ``[points, seeds]``, NaN where no episode ended.
         title: above the picture.
+        xlabel: what `steps` counts.
         ylabel: what `returns` is.
         confidence: of the interval.
 
@@ -121,7 +123,7 @@ def save_learning_curve(
         )
     label = f"interquartile mean of {num_seeds} seeds, {confidence:.0%} interval"
     plot_curve(axes, curve, label=label if num_seeds > 1 else "one seed")
-    axes.set(title=title, xlabel="environment steps per seed", ylabel=ylabel)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=120)

@@ -1,0 +1,93 @@
+"""Floor 5: settings that work, by algorithm and environment.
+
+One readable table, used by the command line for its defaults and by the benchmarks. ``"*"`` is
+the entry of an algorithm for environments without one of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxpg.algorithms.actor_critic import ActorCriticConfig
+from jaxpg.algorithms.grpo import GRPOConfig
+from jaxpg.algorithms.off_policy import OffPolicyConfig
+from jaxpg.algorithms.ppo import PPOConfig
+from jaxpg.algorithms.reinforce import ReinforceConfig
+from jaxpg.algorithms.trpo import TRPOConfig
+from jaxpg.registry import EnvironmentOptions, NetworkOptions, algorithm_name, environment_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Everything that a run needs but its seeds."""
+
+    config: Any
+    total_steps: int  # steps of each seed
+    network: Any = dataclasses.field(default_factory=NetworkOptions)
+    environment: Any = dataclasses.field(default_factory=EnvironmentOptions)
+    anneal: bool = False  # config.anneal_updates becomes the number of updates of the run
+
+
+PRESETS: dict[tuple[str, str], Preset] = {
+    # reinforce
+    ("reinforce", "*"): Preset(ReinforceConfig(baseline="value"), total_steps=500_000),
+    # actor_critic
+    ("actor_critic", "*"): Preset(ActorCriticConfig(), total_steps=500_000, anneal=True),
+    # off_policy
+    ("off_policy", "*"): Preset(OffPolicyConfig(num_envs=16, num_steps=32), total_steps=500_000),
+    # trpo
+    ("trpo", "*"): Preset(TRPOConfig(num_envs=16, num_steps=128), total_steps=300_000),
+    # ppo
+    ("ppo", "*"): Preset(PPOConfig(num_envs=16, num_steps=128), total_steps=500_000, anneal=True),
+    ("ppo", "CartPole-v1"): Preset(
+        PPOConfig(num_envs=8, num_steps=128, learning_rate=1e-3, gamma=0.98, gae_lambda=0.8),
+        total_steps=200_000,
+        anneal=True,
+    ),
+    # grpo
+    ("grpo", "*"): Preset(GRPOConfig(), total_steps=500_000),
+}
+"""The table: ``(algorithm, environment)`` to `Preset`."""
+
+
+def preset(algorithm: str, environment: str) -> Preset:
+    """The settings of a pair: its own entry, else the algorithm's general one.
+
+    Args:
+        algorithm: as on the command line; dash and underscore are the same.
+        environment: as on the command line.
+
+    Returns:
+        The `Preset`.
+
+    Raises:
+        ValueError: an unknown algorithm or environment.
+
+    Example:
+        >>> settings = preset("ppo", "CartPole-v1")
+        >>> settings.total_steps, settings.config.num_envs
+        (200000, 8)
+    """
+    name = algorithm_name(algorithm, environment_name(environment))
+    return PRESETS.get((name, environment)) or PRESETS[name, "*"]
+
+
+def has_preset(algorithm: str, environment: str) -> bool:
+    """Whether a pair has an entry of its own.
+
+    Args:
+        algorithm: as on the command line.
+        environment: as on the command line.
+
+    Returns:
+        False where `preset` falls back to the algorithm's general entry.
+
+    Raises:
+        ValueError: an unknown algorithm or environment.
+
+    Example:
+        >>> has_preset("ppo", "CartPole-v1"), has_preset("ppo", "Pong-misc")
+        (True, False)
+    """
+    return (algorithm_name(algorithm, environment_name(environment)), environment) in PRESETS
