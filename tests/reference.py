@@ -29,6 +29,16 @@ def _floats(x: object) -> object:
     return float(x) if x in ("nan", "inf", "-inf") else x
 
 
+def case_ids(cases: list[dict]) -> dict:
+    """Arguments for ``parametrize``: the cases, under their own names."""
+    return {"argvalues": cases, "ids": [case["id"] for case in cases]}
+
+
+def settings(case: dict) -> dict:
+    """The keyword arguments of a case, lists as arrays."""
+    return {k: np.asarray(v) if isinstance(v, list) else v for k, v in case["params"].items()}
+
+
 def close(actual: object, expected: object, tol: float, context: str = "") -> None:
     """Within `tol` on the scale of the largest expected number, and of the same shape."""
     actual, expected = np.asarray(actual), np.asarray(expected, dtype=np.float64)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 from jax.test_util import check_grads
-from reference import close, load_cases, rollout
+from reference import case_ids, close, load_cases, rollout, settings
 
 from jaxpg import returns as module
 from jaxpg.returns import (
@@ -48,15 +48,6 @@ def arrays(case: dict, names: tuple[str, ...]) -> list:
     """Positional arguments in float32 or float64, whichever JAX uses now."""
     found = (case[name] for name in names)
     return [None if x is None else jnp.asarray(np.asarray(x)) for x in found]
-
-
-def settings(case: dict) -> dict:
-    """Keyword arguments, lists as arrays."""
-    return {k: np.asarray(v) if isinstance(v, list) else v for k, v in case["params"].items()}
-
-
-def case_ids(cases: list[dict]) -> dict:
-    return {"argvalues": cases, "ids": [case["id"] for case in cases]}
 
 
 # --- values -------------------------------------------------------------------------------------
