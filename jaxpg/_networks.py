@@ -180,11 +180,14 @@ class GaussianHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """The critic's number for every row."""
+    """The critic's number for every row, or one for every action."""
+
+    num_actions: int | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        return nn.Dense(1, kernel_init=orthogonal(1.0), name="value")(x).squeeze(-1)
+        value = nn.Dense(self.num_actions or 1, kernel_init=orthogonal(1.0), name="value")(x)
+        return value.squeeze(-1) if self.num_actions is None else value
 
 
 class Branch(nn.Module):

@@ -139,6 +139,7 @@ def mlp_policy(
     state_dependent_std: bool = False,
     compute_dtype: DTypeLike | None = None,
     action_mask: str | None = "action_mask",
+    action_values: bool = False,
 ) -> Policy:
     """Dense layers for policy and critic.
 
@@ -162,6 +163,8 @@ def mlp_policy(
         compute_dtype: such as ``jnp.bfloat16``: inputs of the products in hidden layers are rounded
             to it and summed in float32; parameters, logits, values stay float32. None: off.
         action_mask: name of the observation's entry with the mask; None: no entry is one.
+        action_values: the critic gives ``Q(s, ·)`` ``[N, A]`` over `Discrete` actions, in place of
+            ``v(s)`` ``[N]``, as `actor_critic` takes it under ``advantage="action_value"``.
 
     Returns:
         A feed-forward policy; ``params["actor"]`` and ``params["critic"]`` (and ``["trunk"]``).
@@ -183,7 +186,7 @@ def mlp_policy(
         Andrychowicz et al., "What Matters in On-Policy Reinforcement Learning?",
         arXiv:2006.05990, section 3.2 (separate networks, tanh, small initial policy head).
     """
-    fit = _fit(env, distribution, log_std_init, state_dependent_std, action_mask)
+    fit = _fit(env, distribution, log_std_init, state_dependent_std, action_mask, action_values)
     sizes = _sizes("hidden_sizes", hidden_sizes)
     act, dot = _activation(activation), product_in(compute_dtype)
     return _feed_forward(fit, lambda: Dense(sizes, act, dot), shared)
@@ -202,6 +205,7 @@ def cnn_policy(
     state_dependent_std: bool = False,
     compute_dtype: DTypeLike | None = None,
     action_mask: str | None = "action_mask",
+    action_values: bool = False,
 ) -> Policy:
     """Convolutions and dense layers for small images such as MinAtar's ``[10, 10, C]``.
 
@@ -225,6 +229,7 @@ def cnn_policy(
         state_dependent_std: as in `mlp_policy`.
         compute_dtype: as in `mlp_policy`.
         action_mask: as in `mlp_policy`.
+        action_values: as in `mlp_policy`.
 
     Returns:
         A feed-forward policy; ``params["trunk"]``, ``["actor"]``, ``["critic"]``, or the latter
@@ -245,7 +250,15 @@ def cnn_policy(
     References:
         Young & Tian, "MinAtar", arXiv:1903.03176, section 4.
     """
-    fit = _fit(env, distribution, log_std_init, state_dependent_std, action_mask, images=True)
+    fit = _fit(
+        env,
+        distribution,
+        log_std_init,
+        state_dependent_std,
+        action_mask,
+        action_values,
+        images=True,
+    )
     widths = _sizes("channels", channels)
     sizes = _sizes("hidden_sizes", hidden_sizes)
     kernel = _checks.positive_int("kernel", kernel)
@@ -270,6 +283,7 @@ def gru_policy(
     state_dependent_std: bool = False,
     compute_dtype: DTypeLike | None = None,
     action_mask: str | None = "action_mask",
+    action_values: bool = False,
 ) -> Policy:
     """Dense layers, then a gated recurrent unit, for policy and critic.
 
@@ -290,6 +304,7 @@ def gru_policy(
         state_dependent_std: as in `mlp_policy`.
         compute_dtype: as in `mlp_policy`; the carry stays float32.
         action_mask: as in `mlp_policy`.
+        action_values: as in `mlp_policy`.
 
     Returns:
         A recurrent policy: ``initial_carry(N)`` is ``{"actor": [N, H], "critic": [N, H]}``, or
@@ -314,7 +329,7 @@ def gru_policy(
         section 2.3. Deviations: z and 1 − z change places, and r multiplies h U + c, not h, so that
         all gates take one product (as in cuDNN).
     """
-    fit = _fit(env, distribution, log_std_init, state_dependent_std, action_mask)
+    fit = _fit(env, distribution, log_std_init, state_dependent_std, action_mask, action_values)
     width = _checks.positive_int("hidden_size", hidden_size)
     sizes = _sizes("embed_sizes", embed_sizes)
     act, dot = _activation(activation), product_in(compute_dtype)
@@ -433,6 +448,7 @@ _FAMILIES = {
 class _Fit(NamedTuple):
     distribution: Distribution
     head: Callable[[], nn.Module]  # of the actor
+    critic: Callable[[], nn.Module]  # head of the critic
     observe: Callable[[PyTree], tuple[Array, Array | None]]  # obs -> (network input, mask)
     apply_mask: Callable[[PyTree, Array | None], PyTree]  # (dist_params, mask) -> dist_params
     input_shape: tuple[int, ...]  # of one image, () where rows are flattened
@@ -444,10 +460,16 @@ def _fit(
     log_std_init: float,
     state_dependent_std: bool,
     action_mask: str | None,
+    action_values: bool,
     *,
     images: bool = False,
 ) -> _Fit:
     family, head = _actor(env.action_space, distribution, log_std_init, state_dependent_std)
+    num_actions = None
+    if action_values:
+        if not isinstance(env.action_space, Discrete):
+            raise ValueError(f"action_values need Discrete actions, not {env.action_space!r:.200}")
+        num_actions = env.action_space.n
     space, masked = env.observation_space, False
     if action_mask is not None and isinstance(space, DictSpace) and action_mask in space.spaces:
         masked = True
@@ -467,7 +489,8 @@ def _fit(
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1), mask
 
     apply_mask = _masking(env.action_space) if masked else lambda dist_params, mask: dist_params
-    return _Fit(family, head, observe, apply_mask, image.shape if image is not None else ())
+    shape = image.shape if image is not None else ()
+    return _Fit(family, head, lambda: ValueHead(num_actions), observe, apply_mask, shape)
 
 
 def _actor(
@@ -581,9 +604,9 @@ def _activation(activation: Activation) -> Callable[[Array], Array]:
 
 def _networks(fit: _Fit, torso: Callable[[], nn.Module], shared: bool) -> dict[str, nn.Module]:
     if shared:
-        return {"trunk": torso(), "actor": fit.head(), "critic": ValueHead()}
+        return {"trunk": torso(), "actor": fit.head(), "critic": fit.critic()}
     # two networks, whose first products are not fused into one: they run on two cores at once
-    return {"actor": Branch(torso(), fit.head()), "critic": Branch(torso(), ValueHead())}
+    return {"actor": Branch(torso(), fit.head()), "critic": Branch(torso(), fit.critic())}
 
 
 def _init(key: Key, networks: dict[str, nn.Module], x: Array, carry: PyTree) -> PyTree:
