@@ -167,6 +167,12 @@ from jaxpg.running_statistics import (
     update_return_statistics,
     update_statistics,
 )
+from jaxpg.sharding import (
+    device_mesh,
+    map_in_chunks,
+    shard_environments,
+    shard_leading_axis,
+)
 from jaxpg.sweeps import (
     sweep,
 )
@@ -245,6 +251,7 @@ __all__ = [
     "constant_norm",
     "dapo_loss",
     "default_distribution",
+    "device_mesh",
     "diagonal_gaussian",
     "discounted_returns",
     "dr_grpo_loss",
@@ -277,6 +284,7 @@ __all__ = [
     "linear_recurrence",
     "list_environments",
     "load_checkpoint",
+    "map_in_chunks",
     "mask_logits",
     "masked_mean",
     "mixed_group_mask",
@@ -311,6 +319,8 @@ __all__ = [
     "sequence_clipped_loss",
     "sequence_importance_weights",
     "sequence_mean",
+    "shard_environments",
+    "shard_leading_axis",
     "skip_zero_gradients",
     "soft_gated_loss",
     "soft_overlong_penalty",

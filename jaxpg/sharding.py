@@ -1,0 +1,150 @@
+"""Floor 5: runs spread over devices, and over time, as shardings of arrays under `jit`.
+
+Nothing below this floor knows of devices. A mesh of Auto axes and a sharding of the leading axis
+are enough: seeds (or settings) do not talk to each other, so XLA splits a vmapped run without any
+communication.
+
+On CPU, ``XLA_FLAGS=--xla_force_host_platform_device_count=2``, set before jax starts, makes two
+devices of two cores (`jaxpg train --devices 2` sets it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpg._checks import divides, positive_int
+from jaxpg.types import PyTree, TrainState
+
+Tree = TypeVar("Tree")
+
+AXIS = "devices"
+
+
+def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-dimensional mesh of Auto axes.
+
+    Args:
+        devices: which; None takes all of them.
+
+    Returns:
+        The mesh, with the one axis ``"devices"``.
+
+    Example:
+        >>> device_mesh().axis_names
+        ('devices',)
+    """
+    found = np.asarray(jax.devices() if devices is None else devices)
+    return Mesh(found, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def shard_leading_axis(tree: Tree, mesh: Mesh) -> Tree:
+    """Spreads axis 0 of every leaf over the mesh: keys, configs or states of many runs.
+
+    Args:
+        tree: every leaf ``[S, …]``.
+        mesh: from `device_mesh`.
+
+    Returns:
+        The same arrays on the devices of the mesh, ``S / devices`` entries on each.
+
+    Raises:
+        ValueError: the number of devices does not divide ``S``.
+
+    Example:
+        >>> import jax
+        >>> keys = shard_leading_axis(jax.random.split(jax.random.key(0), 4), device_mesh())
+        >>> keys.shape
+        (4,)
+    """
+    for leaf in jax.tree.leaves(tree):
+        divides("leading axis", leaf.shape[0], "number of devices", mesh.size)
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(AXIS)))
+
+
+def shard_environments(state: TrainState, mesh: Mesh) -> TrainState:
+    """Spreads the environments of one run over the mesh: data parallelism.
+
+    Args:
+        state: of one run (not a stack of runs).
+        mesh: from `device_mesh`.
+
+    Returns:
+        The state with ``runner`` (and the running returns of a reward normaliser) split along its
+        environments, and everything else on every device.
+
+    Raises:
+        ValueError: the number of devices does not divide the number of environments.
+    """
+    num_envs = state.runner.reset.shape[0]
+    divides("num_envs", num_envs, "number of devices", mesh.size)
+    split = NamedSharding(mesh, PartitionSpec(AXIS))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def place(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        of_environments = path[0].name == "runner" or (
+            path[0].name == "statistics" and x.ndim > 0 and x.shape[0] == num_envs
+        )
+        return jax.device_put(x, split if of_environments else whole)
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def map_in_chunks(
+    fn: Callable[..., Tree], *, chunk_size: int, mesh: Mesh | None = None
+) -> Callable[..., Tree]:
+    """`jax.vmap` over axis 0, `chunk_size` entries at a time, one chunk after another.
+
+    A hundred agents at once do not fit a CPU's cache: eight at a time on each core are faster, and
+    take less memory, than all of them.
+
+    Args:
+        fn: of one entry.
+        chunk_size: entries vmapped at a time, static; over all devices when `mesh` is given.
+        mesh: spreads every chunk over its devices.
+
+    Returns:
+        A function of the same arguments with a leading axis ``S`` on every leaf.
+
+    Raises:
+        ValueError: `chunk_size` does not divide ``S``, or the devices do not divide `chunk_size`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> print(map_in_chunks(lambda x: x**2, chunk_size=2)(jnp.arange(4)))
+        [0 1 4 9]
+    """
+    positive_int("chunk_size", chunk_size)
+    if mesh is not None:
+        divides("chunk_size", chunk_size, "number of devices", mesh.size)
+
+    parts = 1 if mesh is None else mesh.size
+
+    def mapped(*args: PyTree) -> Tree:
+        size = jax.tree.leaves(args)[0].shape[0]
+        divides("leading axis", size, "chunk_size", chunk_size)
+
+        # each device keeps its contiguous share of the entries, so that nothing is communicated
+        def deal(x: jax.Array) -> jax.Array:
+            shares = x.reshape(parts, -1, chunk_size // parts, *x.shape[1:])
+            return shares.swapaxes(0, 1).reshape(-1, chunk_size, *x.shape[1:])
+
+        def collect(x: jax.Array) -> jax.Array:
+            shares = x.reshape(-1, parts, chunk_size // parts, *x.shape[2:])
+            return spread(shares.swapaxes(0, 1).reshape(size, *x.shape[2:]))
+
+        def spread(x: jax.Array) -> jax.Array:
+            if mesh is None:
+                return x
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(AXIS)))
+
+        def one_chunk(chunk: PyTree) -> Tree:
+            return jax.tree.map(spread, jax.vmap(fn)(*jax.tree.map(spread, chunk)))
+
+        return jax.tree.map(collect, jax.lax.map(one_chunk, jax.tree.map(deal, args)))
+
+    return mapped
