@@ -85,6 +85,8 @@ class NetworkOptions:
     """First log standard deviation of continuous actions: 0."""
     state_dependent_std: bool | None = None
     """The network gives the standard deviation of continuous actions, too: False."""
+    action_values: bool | None = None
+    """The critic gives one value an action, for actor_critic's --advantage action_value: False."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of the products in hidden layers: float32."""
 
