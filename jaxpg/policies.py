@@ -124,7 +124,7 @@ def default_distribution(action_space: Space) -> Distribution:
         return diagonal_gaussian
     raise ValueError(
         "policies act in Discrete, MultiDiscrete or Box spaces with one axis, "
-        f"not in {action_space!r:.200}"
+        f"not in {_shown(action_space)}"
     )
 
 
@@ -501,14 +501,14 @@ def _actor(
     for known, fits in _FAMILIES.items():
         if family == known and not isinstance(space, fits):
             raise ValueError(
-                f"a distribution of {fits.__name__} actions cannot act in {space!r:.200}"
+                f"a distribution of {fits.__name__} actions cannot act in {_shown(space)}"
             )
     if isinstance(space, Box):
         dim = space.shape[0]
         return family, lambda: GaussianHead(dim, float(log_std_init), bool(state_dependent_std))
     if log_std_init != 0.0 or state_dependent_std:
         raise ValueError(
-            f"log_std_init and state_dependent_std are of Box actions, not of {space!r:.200}"
+            f"log_std_init and state_dependent_std are of Box actions, not of {_shown(space)}"
         )
     joint = isinstance(space, MultiDiscrete)
     sizes = tuple(space.nvec) if joint else (space.n,)
@@ -519,7 +519,7 @@ def _masking(space: Space) -> Callable[[PyTree, Array], PyTree]:
     if isinstance(space, Discrete):
         return mask_logits
     if not isinstance(space, MultiDiscrete):
-        raise ValueError(f"an action mask needs discrete actions, not {space!r:.200}")
+        raise ValueError(f"an action mask needs discrete actions, not {_shown(space)}")
 
     def apply_mask(logits: tuple[Array, ...], mask: Array) -> tuple[Array, ...]:
         if mask.shape[-1] != sum(space.nvec):
@@ -534,7 +534,7 @@ def _masking(space: Space) -> Callable[[PyTree, Array], PyTree]:
 def _image_space(space: Space) -> Box:
     parts = list(space.spaces.values()) if isinstance(space, DictSpace) else [space]
     if len(parts) != 1 or not isinstance(parts[0], Box) or len(parts[0].shape) != 3:
-        raise ValueError(f"cnn_policy needs observations [H, W, C], got the space {space!r:.200}")
+        raise ValueError(f"cnn_policy needs observations [H, W, C], got the space {_shown(space)}")
     return parts[0]
 
 
@@ -543,7 +543,7 @@ def _check_observable(name: str, space: Space) -> None:
         for key, part in space.spaces.items():
             _check_observable(f"{name}[{key!r}]", part)
     elif isinstance(space, DictSpace) or not isinstance(space, Box | Discrete | MultiDiscrete):
-        raise ValueError(f"policies cannot observe {name} in the space {space!r:.200}")
+        raise ValueError(f"policies cannot observe {name} in the space {_shown(space)}")
 
 
 def _check_entries(name: str, space: Space, obs: PyTree) -> None:
@@ -572,6 +572,11 @@ def _features(name: str, space: Space, obs: PyTree) -> Iterator[Array]:
         x = x.reshape(x.shape[0], len(sizes))
         for i, n in enumerate(sizes):
             yield jax.nn.one_hot(x[:, i], n, dtype=jnp.float32)
+
+
+def _shown(space: Space) -> str:
+    """The space in one short line, array bounds and all."""
+    return " ".join(repr(space).split())[:200]
 
 
 def _rows(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:

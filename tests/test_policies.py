@@ -634,7 +634,8 @@ def test_spaces_and_settings_that_cannot_be_served_are_refused(key: jax.Array) -
         assert "\n" not in str(info.value)
 
     box, mask = Box(-1.0, 1.0, (2,)), DictSpace({"x": VECTOR, "action_mask": Box(0, 1, (2,))})
-    refuses("not in Box", mlp_policy, env_of(action=Box(-1.0, 1.0, (2, 2))))
+    bounds = np.ones((20, 20))
+    refuses("not in Box", mlp_policy, env_of(action=Box(-bounds, bounds, (20, 20))))
     refuses("not in DictSpace", mlp_policy, env_of(action=DictSpace({"a": Discrete(2)})))
     refuses("not in MultiDiscrete", mlp_policy, env_of(action=MultiDiscrete(())))
     refuses(
