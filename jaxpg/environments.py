@@ -123,13 +123,12 @@ def _reset_where(
 
 
 def _strong(tree: PyTree) -> PyTree:
-    """Every leaf an array of its own dtype without weak type: Python numbers stop adapting."""
+    """Every leaf a new array without weak type: Python numbers become int32 and float32.
 
-    def cast(x: Any) -> Array:
-        x = jnp.asarray(x)
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.astype(x.dtype)
-
-    return jax.tree.map(cast, tree)
+    New, because a reset may return one array twice, or one that the environment keeps (MetaMaze):
+    a caller who donates the state would delete it.
+    """
+    return jax.tree.map(lambda x: jnp.array(x, dtype=jnp.asarray(x).dtype), tree)
 
 
 def _cast_like(path: tuple, fresh: Array, stepped: Any) -> Array:

@@ -199,6 +199,14 @@ def test_an_object_with_arrays_made_under_x64_is_narrowed(name):
     assert all(dtype in ("int32", "float32") for _, dtype, _ in signature(state)[1])
 
 
+@pytest.mark.parametrize("name", ["MetaMaze-misc", "Pong-misc"])
+def test_a_reset_shares_no_buffer(name):
+    """The one keeps its start position as a constant, the other has one array in two fields."""
+    env = from_gymnax(name)
+    leaves = jax.tree.leaves([env.reset(jax.random.key(0)) for _ in range(2)])
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+
 def test_both_flags_at_once():
     """The chain ends by itself in the very step that reaches the limit."""
     env = from_gymnax("UmbrellaChain-bsuite", chain_length=4, max_steps_in_episode=4)
@@ -490,11 +498,14 @@ def returns_of(env, act, gamma=0.5, *, num_steps=12, num_envs=64):
         env_state, step = jax.vmap(env.step)(jax.random.split(key, num_envs), env_state, act(obs))
         return (env_state, step.obs), step
 
-    first = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), num_envs))
-    steps = jax.lax.scan(body, first, jax.random.split(jax.random.key(1), num_steps))[1]
+    def run(key):
+        first = jax.vmap(env.reset)(jax.random.split(key, num_envs))
+        return first[1], jax.lax.scan(body, first, jax.random.split(key, num_steps))[1]
+
+    obs, steps = jax.jit(run)(jax.random.key(0))
     ended = np.cumsum(steps.terminated, 0) - steps.terminated
     weight = gamma ** np.arange(num_steps)[:, None] * (ended == 0)
-    return first[1], np.sum(weight * steps.reward, axis=0)
+    return obs, np.sum(weight * steps.reward, axis=0)
 
 
 def zeros(obs):
