@@ -346,10 +346,9 @@ def normalize(
         [0.0, 0.0, 0.0]
 
     References:
-        Engstrom et al., Implementation Matters in Deep Policy Gradients, arXiv 2005.12729, and
         Andrychowicz et al., What Matters in On-Policy Reinforcement Learning, arXiv 2006.05990,
-        choice C67: advantage normalisation in PPO. Zero spread gives exactly 0 here, not noise
-        divided by eps.
+        choice C67, normalisation of advantages. Zero spread gives exactly 0 here, not noise divided
+        by eps.
     """
     (x,) = _checks.as_floats(x=x)
     _check_spread_settings(ddof, eps)
@@ -439,7 +438,7 @@ def ema_baseline(
 
     References:
         Williams, Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
-        Learning, Machine Learning 8 (1992), section on reinforcement comparison; the correction by
+        Learning, Machine Learning 8 (1992), there as reinforcement comparison; the correction by
         1 − decay^n as in Kingma and Ba, Adam, arXiv 1412.6980, section 3.
     """
     (returns,) = _checks.as_floats(returns=returns)
@@ -593,8 +592,8 @@ def leave_one_out_advantages(
 
     References:
         Kool, van Hoof and Welling, Buy 4 REINFORCE Samples, Get a Baseline for Free!, ICLR 2019
-        workshop; Ahmadian et al., Back to Basics, arXiv 2402.14740, the RLOO estimator of its
-        section 2.
+        workshop; Ahmadian et al., Back to Basics, arXiv 2402.14740, the REINFORCE Leave-One-Out
+        estimator.
     """
     (rewards,) = _checks.as_floats(rewards=rewards)
     axis = _group_axis(rewards, axis)

@@ -486,9 +486,9 @@ def per_decision_returns(
 
     References:
         Precup, Sutton and Singh, Eligibility Traces for Off-Policy Policy Evaluation, ICML 2000,
-        section 3 (for action values, so without the first ratio); Sutton and Barto, Reinforcement
-        Learning: An Introduction, 2nd ed. 2018, section 5.9, the definition of G̃ before eq. 5.15.
-        Deviations: the bootstrap at a cut, and `ratio_clip`.
+        per-decision importance sampling (for action values, so without the first ratio); Sutton and
+        Barto, Reinforcement Learning: An Introduction, 2nd ed. 2018, section 5.9, the definition of
+        G̃ before eq. 5.15. Deviations: the bootstrap at a cut, and `ratio_clip`.
     """
     arrays = {"log_ratios": log_ratios, "rewards": rewards}
     if next_values is None:
@@ -538,8 +538,11 @@ def complete_episode_mask(terminated: ArrayLike, truncated: ArrayLike | None = N
         Sutton and Barto, Reinforcement Learning: An Introduction, 2nd ed. 2018, section 13.3:
         REINFORCE is defined for complete episodes only.
     """
-    terminated = _checks.as_flag("terminated", terminated)
-    _checks.has_time_axis("terminated", terminated)
-    terminated, truncated = step_flags(terminated, terminated, truncated)
-    t = jnp.arange(terminated.shape[0]).reshape(-1, *[1] * (terminated.ndim - 1))
-    return t <= jnp.max(jnp.where(terminated | truncated, t, -1), axis=0)
+    done = _checks.as_flag("terminated", terminated)
+    _checks.has_time_axis("terminated", done)
+    if truncated is not None:
+        other = _checks.as_flag("truncated", truncated)
+        _checks.same_shape(terminated=done, truncated=other)
+        done = done | other
+    t = jnp.arange(done.shape[0]).reshape(-1, *[1] * (done.ndim - 1))
+    return t <= jnp.max(jnp.where(done, t, -1), axis=0)

@@ -461,6 +461,8 @@ def test_errors_name_the_argument() -> None:
         per_decision_returns(r, r, f, gamma=0.9, ratio_clip=0.0)
     with pytest.raises(ValueError, match="time axis"):
         discounted_returns(1.0, False, gamma=0.9)
+    with pytest.raises(ValueError, match=r"terminated \(3, 3\), truncated \(3,\)"):
+        complete_episode_mask(f, f[0])
     with pytest.raises(ValueError, match="time axis"):
         complete_episode_mask(jnp.zeros((0, 3), bool))
     with pytest.raises(TypeError, match="rewards must be an array of real numbers"):
