@@ -61,8 +61,9 @@ def linear_recurrence(
         rows: Arrays ``[T, ...]``, all of one shape, and scalars, which are the same in every row.
         init: ``[...]``, x[T], in the dtype of the result.
         unroll: Rows per iteration of the loop. More than 1 is slower on CPU at most sizes.
-        associative: Compute by parallel prefix in O(log T) steps and O(T) memory, which pays on
-            an accelerator when ``T`` is long and the batch small. Rounds differently.
+        associative: Compute by parallel prefix: O(log T) passes over all rows instead of T steps,
+            for accelerators, where each step costs a kernel launch. Slower on CPU. Rounds
+            differently.
 
     Returns:
         ``[T, ...]``, x[t].
@@ -70,14 +71,15 @@ def linear_recurrence(
     constants = {name: x for name, x in rows.items() if x.ndim == 0}
     varying = {name: x for name, x in rows.items() if x.ndim > 0}
     if not associative:
-        _, x = lax.scan(_loop_body(coefficients), (init, constants), varying, None, True, unroll)
-        return x
+        body, carry = _loop_body(coefficients), (init, constants)
+        return lax.scan(body, carry, varying, reverse=True, unroll=unroll)[1]
     a, b, cut = coefficients(**varying, **constants)
     a, cut = jnp.broadcast_to(a, b.shape), jnp.broadcast_to(cut, b.shape)
     b = b.at[-1].add(a[-1] * jnp.where(cut[-1], 0, init))
-    return lax.associative_scan(lambda later, row: compose(row, later), (a, b, cut), reverse=True)[
-        1
-    ]
+    _, x, _ = lax.associative_scan(
+        lambda later, row: compose(row, later), (a, b, cut), reverse=True
+    )
+    return x
 
 
 @functools.lru_cache(maxsize=64)
