@@ -62,37 +62,32 @@ clip fractions are of sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxpg._checks import as_float, is_concrete, masked_floats, normalize_axis, scalar
+from jaxpg._objective_terms import (
+    KLEstimator,
+    Metrics,
+    clip_fractions,
+    constant,
+    entropy_bonus,
+    masked_inputs,
+    mean_over,
+    sequence_objective,
+    times,
+    token_inputs,
+    token_objective,
+)
 from jaxpg.kl import kl_k3, ratio_of
 from jaxpg.losses import (
-    broadcast_per_token,
     clip_bounds,
     clip_surrogate,
     clipped_value_loss,
     importance_sampling_loss,
     policy_gradient_loss,
-    sequence_clipped_loss,
-    sequence_log_ratios,
     squared_value_loss,
 )
-from jaxpg.reductions import constant_norm, masked_mean, sequence_mean, token_mean
-
-Metrics = dict[str, Array]
-"""Scalars, without gradients."""
-
-Mean = Callable[[Array], Array]
-
-KLEstimator = Callable[[ArrayLike, ArrayLike, ArrayLike | None], Array]
-"""``(log_probs, ref_log_probs, mask) -> per element``, for instance `kl_k3`."""
+from jaxpg.reductions import constant_norm, sequence_mean, token_mean
 
 
 def reinforce_loss(
@@ -134,11 +129,11 @@ def reinforce_loss(
     References:
         Williams, Simple statistical gradient-following algorithms, Machine Learning 8, 1992.
     """
-    x, valid = _inputs(mask, log_probs=log_probs, advantages=advantages, entropies=entropies)
-    mean = _mean(valid, denominator)
+    x, valid = masked_inputs(mask, log_probs=log_probs, advantages=advantages, entropies=entropies)
+    mean = mean_over(valid, denominator)
     policy_loss = mean(policy_gradient_loss(x["log_probs"], x["advantages"]))
-    bonus, metrics = _entropy_bonus(x, ent_coef, mean)
-    return policy_loss - bonus, _constant(metrics | {"policy_loss": policy_loss})
+    bonus, metrics = entropy_bonus(x, ent_coef, mean)
+    return policy_loss - bonus, constant(metrics | {"policy_loss": policy_loss})
 
 
 def actor_critic_loss(
@@ -187,7 +182,7 @@ def actor_critic_loss(
         Mnih et al., Asynchronous Methods for Deep RL, arXiv 1602.01783, section 4. Deviation: the
         factor ½ of the value loss.
     """
-    x, valid = _inputs(
+    x, valid = masked_inputs(
         mask,
         log_probs=log_probs,
         advantages=advantages,
@@ -195,12 +190,12 @@ def actor_critic_loss(
         targets=targets,
         entropies=entropies,
     )
-    mean = _mean(valid, denominator)
+    mean = mean_over(valid, denominator)
     policy_loss = mean(policy_gradient_loss(x["log_probs"], x["advantages"]))
     value_loss = mean(squared_value_loss(x["values"], x["targets"]))
-    bonus, metrics = _entropy_bonus(x, ent_coef, mean)
-    loss = policy_loss + _times("vf_coef", vf_coef, value_loss) - bonus
-    return loss, _constant(metrics | {"policy_loss": policy_loss, "value_loss": value_loss})
+    bonus, metrics = entropy_bonus(x, ent_coef, mean)
+    loss = policy_loss + times("vf_coef", vf_coef, value_loss) - bonus
+    return loss, constant(metrics | {"policy_loss": policy_loss, "value_loss": value_loss})
 
 
 def ppo_clip_loss(
@@ -271,7 +266,7 @@ def ppo_clip_loss(
     """
     if value_clip_epsilon is not None and old_values is None:
         raise ValueError(f"value_clip_epsilon={value_clip_epsilon} needs old_values")
-    x, valid = _inputs(
+    x, valid = masked_inputs(
         mask,
         log_probs=log_probs,
         old_log_probs=old_log_probs,
@@ -281,7 +276,7 @@ def ppo_clip_loss(
         entropies=entropies,
         old_values=old_values if value_clip_epsilon is not None else None,
     )
-    mean = _mean(valid, denominator)
+    mean = mean_over(valid, denominator)
     ratios = ratio_of(x["log_probs"] - x["old_log_probs"])
     low, high = clip_bounds(clip_epsilon, clip_epsilon_high, ratios.dtype)
     policy_loss = mean(clip_surrogate(ratios, x["advantages"], low, high, dual_clip))
@@ -292,16 +287,16 @@ def ppo_clip_loss(
             x["values"], x["old_values"], x["targets"], clip_epsilon=value_clip_epsilon
         )
     value_loss = mean(value_losses)
-    bonus, metrics = _entropy_bonus(x, ent_coef, mean)
-    metrics |= _clip_fractions(ratios, x["advantages"], low, high, dual_clip, mean)
+    bonus, metrics = entropy_bonus(x, ent_coef, mean)
+    metrics |= clip_fractions(ratios, x["advantages"], low, high, dual_clip, mean)
     metrics |= {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "approx_kl": mean(kl_k3(x["old_log_probs"], x["log_probs"])),
         "clip_fraction": mean(((ratios < low) | (ratios > high)).astype(ratios.dtype)),
     }
-    loss = policy_loss + _times("vf_coef", vf_coef, value_loss) - bonus
-    return loss, _constant(metrics)
+    loss = policy_loss + times("vf_coef", vf_coef, value_loss) - bonus
+    return loss, constant(metrics)
 
 
 def ppo_kl_loss(
@@ -356,7 +351,7 @@ def ppo_kl_loss(
     References:
         Schulman et al., Proximal Policy Optimization Algorithms, arXiv 1707.06347, eq. 8.
     """
-    x, valid = _inputs(
+    x, valid = masked_inputs(
         mask,
         log_probs=log_probs,
         old_log_probs=old_log_probs,
@@ -366,19 +361,19 @@ def ppo_kl_loss(
         kl=kl,
         entropies=entropies,
     )
-    mean = _mean(valid, denominator)
+    mean = mean_over(valid, denominator)
     surrogate = importance_sampling_loss(x["log_probs"], x["old_log_probs"], x["advantages"])
     policy_loss, penalty = mean(surrogate), mean(x["kl"])
     value_loss = mean(squared_value_loss(x["values"], x["targets"]))
-    bonus, metrics = _entropy_bonus(x, ent_coef, mean)
+    bonus, metrics = entropy_bonus(x, ent_coef, mean)
     metrics |= {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "kl": penalty,
         "approx_kl": mean(kl_k3(x["old_log_probs"], x["log_probs"])),
     }
-    loss = policy_loss + _times("kl_coef", kl_coef, penalty)
-    return loss + _times("vf_coef", vf_coef, value_loss) - bonus, _constant(metrics)
+    loss = policy_loss + times("kl_coef", kl_coef, penalty)
+    return loss + times("vf_coef", vf_coef, value_loss) - bonus, constant(metrics)
 
 
 def grpo_loss(
@@ -461,14 +456,14 @@ def grpo_loss(
         arXiv 2503.14476, eq. 5. Deviations: β defaults to 0, as TRL has it; log-ratios are clipped
         at ± 20.
     """
-    tokens = _tokens(log_probs, old_log_probs, advantages, mask, weights, axis)
+    tokens = token_inputs(log_probs, old_log_probs, advantages, mask, weights, axis)
 
     def reduce(x: Array) -> Array:
         return sequence_mean(
             x, tokens.mask, axis=tokens.axis, count_empty=count_empty, denominator=denominator
         )
 
-    return _token_objective(
+    return token_objective(
         tokens,
         reduce,
         denominators=(denominator, token_denominator),
@@ -550,10 +545,10 @@ def dapo_loss(
     References:
         Yu et al., DAPO, arXiv 2503.14476, eq. 8; ε_high: eq. 10.
     """
-    tokens = _tokens(log_probs, old_log_probs, advantages, mask, weights, axis)
+    tokens = token_inputs(log_probs, old_log_probs, advantages, mask, weights, axis)
     if group_axis is None and token_denominator is None:
         token_denominator = denominator
-    return _token_objective(
+    return token_objective(
         tokens,
         lambda x: token_mean(x, tokens.mask, group_axis=group_axis, denominator=denominator),
         denominators=(denominator, token_denominator),
@@ -630,14 +625,14 @@ def dr_grpo_loss(
     References:
         Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2.
     """
-    tokens = _tokens(log_probs, old_log_probs, advantages, mask, weights, axis)
+    tokens = token_inputs(log_probs, old_log_probs, advantages, mask, weights, axis)
 
     def reduce(x: Array) -> Array:
         return constant_norm(
             x, tokens.mask, max_length=max_length, axis=tokens.axis, denominator=denominator
         )
 
-    return _token_objective(
+    return token_objective(
         tokens,
         reduce,
         denominators=(denominator, token_denominator),
@@ -715,8 +710,8 @@ def gspo_loss(
         Zheng et al., Group Sequence Policy Optimization, arXiv 2507.18071, eq. 5-7; token form
         eq. 13-14; ε from section 5.1.
     """
-    return _sequence_objective(
-        _tokens(log_probs, old_log_probs, advantages, mask, weights, axis),
+    return sequence_objective(
+        token_inputs(log_probs, old_log_probs, advantages, mask, weights, axis),
         length_normalize=True,
         denominators=(denominator, token_denominator),
         ref=(ref_log_probs, kl_coef, kl_estimator),
@@ -793,8 +788,8 @@ def rloo_loss(
         Ahmadian et al., Back to Basics, arXiv 2402.14740, section 2.2. Deviation: the paper has one
         update a batch, where ρ = 1; the clipped ratio is TRL's.
     """
-    return _sequence_objective(
-        _tokens(log_probs, old_log_probs, advantages, mask, weights, axis),
+    return sequence_objective(
+        token_inputs(log_probs, old_log_probs, advantages, mask, weights, axis),
         length_normalize=False,
         denominators=(denominator, token_denominator),
         ref=(ref_log_probs, kl_coef, kl_estimator),
@@ -802,200 +797,3 @@ def rloo_loss(
         bonus=(entropies, ent_coef),
         count_empty=count_empty,
     )
-
-
-# The pieces of all of them. `mean` is the mean over valid elements, `reduce` the loss's own.
-
-
-class _Tokens(NamedTuple):
-    """Cleaned inputs of a loss on sequences, all arrays of one shape."""
-
-    log_probs: Array
-    old_log_probs: Array
-    advantages: Array  # repeated along time if they came per sequence
-    weights: Array | None  # likewise
-    mask: Array | None
-    axis: int  # from the front
-
-
-def _tokens(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike | None,
-    weights: ArrayLike | None,
-    axis: int,
-) -> _Tokens:
-    log_probs = as_float("log_probs", log_probs)
-    shape, axis = log_probs.shape, normalize_axis("axis", axis, log_probs.ndim)
-    advantages = broadcast_per_token("advantages", advantages, shape, axis)
-    if weights is not None:
-        weights = broadcast_per_token("weights", weights, shape, axis)
-    x, valid = _inputs(
-        mask,
-        log_probs=log_probs,
-        old_log_probs=old_log_probs,
-        advantages=advantages,
-        weights=weights,
-    )
-    return _Tokens(
-        x["log_probs"], x["old_log_probs"], x["advantages"], x.get("weights"), valid, axis
-    )
-
-
-def _token_objective(
-    tokens: _Tokens,
-    reduce: Mean,
-    *,
-    denominators: tuple[ArrayLike | None, ArrayLike | None],
-    ref: tuple[ArrayLike | None, ArrayLike, KLEstimator],
-    clip: tuple[ArrayLike, ArrayLike | None, ArrayLike | None],
-    bonus: tuple[ArrayLike | None, ArrayLike],
-) -> tuple[Array, Metrics]:
-    """A loss with one ratio a token."""
-    epsilon, epsilon_high, dual_clip = clip
-    ratios = ratio_of(tokens.log_probs - tokens.old_log_probs)
-    low, high = clip_bounds(epsilon, epsilon_high, ratios.dtype)
-    losses = clip_surrogate(ratios, tokens.advantages, low, high, dual_clip)
-    if tokens.weights is not None:
-        losses = losses * tokens.weights
-    mean = _mean(tokens.mask, denominators[1])
-    metrics = _clip_fractions(ratios, tokens.advantages, low, high, dual_clip, mean)
-    return _with_terms(reduce(losses), metrics, tokens, reduce, denominators, ref, bonus)
-
-
-def _sequence_objective(
-    tokens: _Tokens,
-    *,
-    length_normalize: bool,
-    denominators: tuple[ArrayLike | None, ArrayLike | None],
-    ref: tuple[ArrayLike | None, ArrayLike, KLEstimator],
-    clip: tuple[ArrayLike, ArrayLike | None, ArrayLike | None],
-    bonus: tuple[ArrayLike | None, ArrayLike],
-    count_empty: bool,
-) -> tuple[Array, Metrics]:
-    """A loss with one ratio a sequence."""
-    axis, mask = tokens.axis, tokens.mask
-    epsilon, epsilon_high, dual_clip = clip
-
-    def reduce(x: Array) -> Array:
-        return sequence_mean(
-            x, mask, axis=axis, count_empty=count_empty, denominator=denominators[0]
-        )
-
-    # The surrogate is linear in A but for its sign, so that weights ≥ 0 can go into A; and the
-    # token form, which an A of full rank asks for, equals the other where A is constant.
-    losses = sequence_clipped_loss(
-        tokens.log_probs,
-        tokens.old_log_probs,
-        tokens.advantages if tokens.weights is None else tokens.advantages * tokens.weights,
-        mask,
-        axis=axis,
-        length_normalize=length_normalize,
-        clip_epsilon=epsilon,
-        clip_epsilon_high=epsilon_high,
-        dual_clip=dual_clip,
-    )
-    counted = None if mask is None or count_empty else jnp.any(mask, axis=axis)
-    policy_loss = masked_mean(losses, counted, denominator=denominators[0])
-    log_ratios = tokens.log_probs - tokens.old_log_probs
-    log_s, _ = sequence_log_ratios(log_ratios, mask, axis, length_normalize)
-    ratios = jnp.broadcast_to(jnp.expand_dims(ratio_of(log_s), axis), log_ratios.shape)
-    low, high = clip_bounds(epsilon, epsilon_high, ratios.dtype)
-    metrics = _clip_fractions(ratios, tokens.advantages, low, high, dual_clip, reduce)
-    return _with_terms(policy_loss, metrics, tokens, reduce, denominators, ref, bonus)
-
-
-def _with_terms(
-    policy_loss: Array,
-    metrics: Metrics,
-    tokens: _Tokens,
-    reduce: Mean,
-    denominators: tuple[ArrayLike | None, ArrayLike | None],
-    ref: tuple[ArrayLike | None, ArrayLike, KLEstimator],
-    bonus: tuple[ArrayLike | None, ArrayLike],
-) -> tuple[Array, Metrics]:
-    """Adds the KL and entropy terms to a policy loss, and what is left of the metrics."""
-    ref_log_probs, kl_coef, kl_estimator = ref
-    entropies, ent_coef = bonus
-    if entropies is not None and denominators[0] is not None and denominators[1] is None:
-        raise ValueError(
-            "entropies with a denominator need token_denominator as well: their mean over the "
-            "tokens of this part alone would count in full in the loss of every part"
-        )
-    x, _ = _inputs(
-        tokens.mask,
-        log_probs=tokens.log_probs,
-        ref_log_probs=ref_log_probs,
-        entropies=entropies,
-    )
-    mean = _mean(tokens.mask, denominators[1])
-    metrics |= {
-        "policy_loss": policy_loss,
-        "approx_kl": mean(kl_k3(tokens.old_log_probs, tokens.log_probs)),
-        "clip_fraction": metrics["clip_fraction_low"] + metrics["clip_fraction_high"],
-    }
-    loss = policy_loss
-    if ref_log_probs is None:
-        _unused("kl_coef", kl_coef, "ref_log_probs")
-    else:
-        kl = kl_estimator(x["log_probs"], x["ref_log_probs"], tokens.mask)
-        loss = loss + _times("kl_coef", kl_coef, reduce(kl))
-        metrics["kl_ref"] = mean(kl)
-    entropy_term, entropy_metric = _entropy_bonus(x, ent_coef, mean)
-    return loss - entropy_term, _constant(metrics | entropy_metric)
-
-
-def _inputs(
-    mask: ArrayLike | None, **arrays: ArrayLike | None
-) -> tuple[dict[str, Array], Array | None]:
-    """Those that are given, of one shape and dtype and with zeros under the mask."""
-    given = {name: x for name, x in arrays.items() if x is not None}
-    cleaned, valid = masked_floats(mask, **given)
-    return dict(zip(given, cleaned, strict=True)), valid
-
-
-def _mean(mask: Array | None, denominator: ArrayLike | None) -> Mean:
-    return lambda x: masked_mean(x, mask, denominator=denominator)
-
-
-def _entropy_bonus(
-    x: dict[str, Array], ent_coef: ArrayLike, mean: Mean
-) -> tuple[ArrayLike, Metrics]:
-    if "entropies" not in x:
-        _unused("ent_coef", ent_coef, "entropies")
-        return 0.0, {}
-    entropy = mean(x["entropies"])
-    return _times("ent_coef", ent_coef, entropy), {"entropy": entropy}
-
-
-def _clip_fractions(
-    ratios: Array,
-    advantages: Array,
-    low: Array,
-    high: Array,
-    dual_clip: ArrayLike | None,
-    mean: Mean,
-) -> Metrics:
-    counted = {
-        "clip_fraction_low": (advantages < 0) & (ratios < low),
-        "clip_fraction_high": (advantages > 0) & (ratios > high),
-    }
-    if dual_clip is not None:
-        cap = scalar("dual_clip", dual_clip, ratios.dtype)
-        counted["dual_clip_fraction"] = (advantages < 0) & (ratios > cap)
-    return {name: mean(flags.astype(ratios.dtype)) for name, flags in counted.items()}
-
-
-def _times(name: str, coef: ArrayLike, x: Array) -> Array:
-    return scalar(name, coef, x.dtype) * x
-
-
-def _unused(name: str, value: ArrayLike, needs: str) -> None:
-    """A coefficient of a term whose array is missing does nothing: say so while it can be read."""
-    if is_concrete(value) and np.any(np.asarray(value) != 0):
-        raise ValueError(f"{name}={value} needs {needs}")
-
-
-def _constant(metrics: Metrics) -> Metrics:
-    return jax.tree.map(jax.lax.stop_gradient, metrics)

@@ -79,11 +79,11 @@ def whole_cases() -> list[dict]:
     return found
 
 
-@BOTH
 @pytest.mark.parametrize("case", whole_cases(), ids=case_id)
-def test_token_loss_cases(case: dict, double: bool) -> None:
+def test_token_loss_cases(case: dict) -> None:
+    """In float64; the same cases run in both precisions from their parts in test_losses."""
     params = case["params"]
-    with jax.enable_x64(double):
+    with jax.enable_x64(True):
         log_probs, old, advantages = arrays(case, "logp", "old_logp", "advantages")
         mask = np.array(case["inputs"]["mask"])
         settings = {
@@ -167,10 +167,9 @@ def test_clip_fraction_case(name: str, double: bool) -> None:
         assert_close(k1, expected["approx_kl_k1"])
 
 
-@BOTH
 @pytest.mark.parametrize("case", load_cases("policy_losses", "ppo_clip_loss"), ids=case_id)
-def test_ppo_cases(case: dict, double: bool) -> None:
-    with jax.enable_x64(double):
+def test_ppo_cases(case: dict) -> None:
+    with jax.enable_x64(True):
         log_probs, old, advantages = arrays(case, "new_log_prob", "old_log_prob", "advantages")
         mask = case["inputs"]["mask"]
         mask = None if mask is None else np.array(mask)
@@ -188,10 +187,9 @@ def test_ppo_cases(case: dict, double: bool) -> None:
         assert_close(metrics["clip_fraction"], case["expected"]["clip_fraction"])
 
 
-@BOTH
 @pytest.mark.parametrize("case", load_cases("policy_losses", "clipped_value_loss"), ids=case_id)
-def test_ppo_value_clip_cases(case: dict, double: bool) -> None:
-    with jax.enable_x64(double):
+def test_ppo_value_clip_cases(case: dict) -> None:
+    with jax.enable_x64(True):
         values, old, targets = arrays(case, "values", "old_values", "targets")
         zero = jnp.zeros_like(values)
 
