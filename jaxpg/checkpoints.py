@@ -112,9 +112,14 @@ def load_checkpoint(path: str | Path, like: StateT) -> StateT:
                 if x.size
             },
         )
+
+    def empty(name: str) -> np.ndarray:
+        return np.zeros(wanted[name].shape, wanted[name].dtype)
+
     restored = []
     for name in order:
-        x = found[name] if name in found else jnp.zeros(wanted[name].shape, wanted[name].dtype)
+        # by way of the host: bound to no device, as freshly made arrays are
+        x = jnp.asarray(np.asarray(found[name]) if name in found else empty(name))
         restored.append(jax.random.wrap_key_data(x, impl=impls[name]) if name in impls else x)
     return jax.tree.unflatten(jax.tree.structure(like), restored)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,10 +23,12 @@ from jaxpg.flags import (
     ResumeOptions,
     RunOptions,
     UsageError,
+    mesh_of,
     parse,
-    parse_resumed,
     parse_settings,
     refusing,
+    request_devices,
+    resumed_folder,
 )
 from jaxpg.live_runs import run_to_end
 from jaxpg.loggers import drop_points_after
@@ -52,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 when seeds diverged, 2 for a wrong command line, 130 when interrupted.
     """
+    if argv is None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if not words or words[0] in ("-h", "--help"):
@@ -64,12 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"jaxpg: {error}", file=sys.stderr)
         return 2
+    except SystemExit as end:  # tyro leaves this way after a --help
+        return int(end.code or 0)
 
 
 def train(words: list[str]) -> int:
     """``jaxpg train ALGORITHM ENV [flags]`` or ``jaxpg train --resume RUN [flags]``."""
-    if any(word.split("=")[0] == "--resume" for word in words):
-        return resume(words)
+    request_devices(words)
+    with refusing():
+        folder = resumed_folder(words)
+    if folder is not None:
+        return resume(words, folder)
     if words in (["-h"], ["--help"]):
         print(TRAIN_USAGE)
         return 0
@@ -100,6 +111,7 @@ def train(words: list[str]) -> int:
         )
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
+        mesh = mesh_of(run.devices, spec.num_seeds)
         folder = free_folder(run.run_dir, spec, overwrite=run.overwrite)
         start_folder(folder, spec)
     if own:
@@ -109,15 +121,14 @@ def train(words: list[str]) -> int:
             f"settings: no preset of {name} for {spec.environment}, so its general ones, "
             "and your flags"
         )
-    return run_to_end(spec, algorithm, folder, run, notes=[note])
+    return run_to_end(spec, algorithm, folder, run, notes=[note], mesh=mesh)
 
 
-def resume(words: list[str]) -> int:
+def resume(words: list[str], folder: Path) -> int:
     """``jaxpg train --resume RUN [flags]``: a run goes on exactly where it stands."""
     if not words[0].startswith("-"):
         raise UsageError("with --resume, ALGORITHM and ENV come from the run: leave them out")
     with refusing():
-        folder = parse_resumed(words)
         saved = read_config(folder)
         domain = domain_of(saved.environment)
         per_update = domain.steps_per_update(build(saved), saved.config)
@@ -144,13 +155,14 @@ def resume(words: list[str]) -> int:
         )
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
+        mesh = mesh_of(run.devices, spec.num_seeds)
         states = load_states(folder, spec, algorithm)
         update = int(np.asarray(states.update)[0])
         check_unfinished(spec, update, per_update)
     write_config(folder, spec)
     drop_points_after(folder / METRICS, update)
     notes = [f"goes on after {update * per_update:,} steps of each seed"]
-    return run_to_end(spec, algorithm, folder, run, states=states, notes=notes)
+    return run_to_end(spec, algorithm, folder, run, states=states, notes=notes, mesh=mesh)
 
 
 def check_unfinished(spec: RunSpec, update: int, per_update: int) -> None:

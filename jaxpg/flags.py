@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Annotated, Any, TypeVar
 
 import jax
 import tyro
+from jax.sharding import Mesh
 
+from jaxpg._checks import divides, positive_int
 from jaxpg.presets import Preset
+from jaxpg.sharding import device_mesh
 
 T = TypeVar("T")
 
@@ -45,6 +49,8 @@ class RunOptions:
     """Folder to write; None is runs/ALGORITHM-ENV-TIME."""
     overwrite: Switch = False
     """Replace the run that stands in --run-dir."""
+    devices: int = 1
+    """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
     quiet: Switch = False
     """Print the results and nothing before."""
 
@@ -59,6 +65,8 @@ class ResumeOptions:
     """Steps of each seed since the start of the run, rounded up to whole updates."""
     eval_episodes: int = 32
     """Episodes of each seed at the end, greedy and again sampled."""
+    devices: int = 1
+    """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
     quiet: Switch = False
     """Print the results and nothing before."""
 
@@ -127,33 +135,77 @@ def parse(kind: type[T], words: Sequence[str], *, prog: str, description: str | 
 
 
 def one_line(box: str, prog: str) -> str:
-    """The first statement of one of tyro's boxes, and the flag that it suggests."""
+    """The first statement of one of tyro's boxes, and the flags that it suggests.
+
+    A box has a title, then sections between rules: a frame around it where stdout takes one (the
+    title then stands in the frame), plain lines elsewhere.
+    """
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip("│| \t") for line in text.splitlines()]
-    inside = [line for line in lines if line and not re.match(r"[╭╰+]", line)]
     sections: list[list[str]] = [[]]
-    for line in inside:
-        if re.fullmatch(r"[─-]+", line):
+    for line in lines:
+        if re.fullmatch(r"[─-]+", line) or line.startswith("╭"):
             sections.append([])
-        else:
+        elif line and not line.startswith("╰"):
             sections[-1].append(line)
-    message = " ".join(sections[0]).rstrip(".")
-    meant = [
-        part.split()[0]
-        for section in sections[1:]
-        for part in section
-        if "meant" in section[0] and part.startswith("--")
-    ]
-    hint = f" (did you mean {' or '.join(meant[:2])}?)" if meant else ""
+    sections = [section for i, section in enumerate(sections) if section or i == 0]
+    _, statement, *others = sections if len(sections) > 1 else [[], lines]
+    message = " ".join(" ".join(statement).split()).rstrip(".")
+    meant: list[str] = []
+    for heading, *rest in others:
+        flags = [line.split()[0] for line in rest if line.startswith("--")]
+        if heading.startswith(("Perhaps", "Arguments similar")):
+            meant += flags[: 3 if heading.startswith("Perhaps") else 1]
+    hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
     return f"{message}{hint}; see {prog} --help"
 
 
-def parse_resumed(words: Sequence[str]) -> Path:
-    """The folder behind ``--resume``."""
+def value_of(flag: str, words: Sequence[str]) -> str | None:
+    """What stands behind a flag that must be known before the others are parsed."""
     for i, word in enumerate(words):
         name, _, value = word.partition("=")
-        if name == "--resume":
-            value = value or (words[i + 1] if i + 1 < len(words) else "")
-            if value and not value.startswith("-"):
-                return Path(value)
-    raise ValueError("--resume needs the run folder to go on in")
+        if name == flag:
+            return value or (words[i + 1] if i + 1 < len(words) else "")
+    return None
+
+
+def resumed_folder(words: Sequence[str]) -> Path | None:
+    """The folder behind ``--resume``; None without that flag.
+
+    Raises:
+        ValueError: nothing stands behind it.
+    """
+    value = value_of("--resume", words)
+    if value is None:
+        return None
+    if not value or value.startswith("-"):
+        raise ValueError("--resume needs the run folder to go on in")
+    return Path(value)
+
+
+def request_devices(words: Sequence[str]) -> None:
+    """Has jax make as many CPU devices as ``--devices`` says: only before it starts, and if asked.
+
+    Whether they are there in the end is checked by `mesh_of`: jax may have started, or found
+    other devices.
+    """
+    value = value_of("--devices", words) or ""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if value.isdecimal() and int(value) > 1:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", int(value))
+
+
+def mesh_of(devices: int, num_seeds: int) -> Mesh | None:
+    """The devices that the seeds are spread over; None for one.
+
+    Raises:
+        ValueError: there are fewer, or they do not divide the seeds.
+    """
+    positive_int("devices", devices)
+    divides("num_seeds", num_seeds, "devices", devices)
+    found = jax.devices()
+    if devices > len(found):
+        raise ValueError(f"devices={devices}, but jax has {len(found)} ({found[0].platform})")
+    return device_mesh(found[:devices]) if devices > 1 else None

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxpg.aggregates import summarize
@@ -34,6 +35,7 @@ def run_to_end(
     *,
     states: TrainState | None = None,
     notes: Sequence[str] = (),
+    mesh: Mesh | None = None,
 ) -> int:
     """Trains, evaluates, prints and writes everything; the exit code."""
     console = make_console()
@@ -77,6 +79,7 @@ def run_to_end(
             spec,
             algorithm,
             states=states,
+            mesh=mesh,
             loggers=[CSVLogger(folder / METRICS, append=True)],
             on_compiled=lambda seconds: say(f"compiled in {seconds:.1f} s"),
             on_point=on_point,

@@ -95,7 +95,7 @@ def read_config(path: Path) -> RunSpec:
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path} is no run folder: it has no {CONFIG}")
     try:
-        saved = json.loads((path / CONFIG).read_text())
+        saved = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         saved.pop("versions")
         like = preset(saved["algorithm"], saved["environment"])
         return RunSpec(
@@ -194,7 +194,8 @@ def _filled(like: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
+    text = json.dumps(_plain(content), indent=2, allow_nan=False, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _plain(x: Any) -> Any:

@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxpg._checks import positive_int
 from jaxpg.loggers import Logger
 from jaxpg.presets import Preset
 from jaxpg.registry import algorithm_name, domain_of, environment_name
+from jaxpg.sharding import shard_leading_axis
 from jaxpg.types import Info, Key, TrainState
 
 
@@ -147,6 +149,7 @@ def train_run(
     algorithm: Any,
     *,
     states: TrainState | None = None,
+    mesh: Mesh | None = None,
     num_points: int = 50,
     loggers: Iterable[Logger] = (),
     on_compiled: Callable[[float], None] = lambda seconds: None,
@@ -159,6 +162,7 @@ def train_run(
         spec: the description.
         algorithm: what `build` made of it.
         states: goes on from here (and consumes them) instead of from ``algorithm.init``.
+        mesh: spreads the seeds over these devices (`jaxpg.device_mesh`).
         num_points: pieces that the run is cut into, at most.
         loggers: each gets every point, and is closed at the end.
         on_compiled: called once with the seconds that compilation took.
@@ -178,15 +182,18 @@ def train_run(
     config = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), spec.config)
     started = time.perf_counter()
     if states is None:
-        keys, _ = seed_keys(spec)
-        states = jax.jit(_initializer(algorithm, spec))(keys)
+        states = jax.jit(_initializer(algorithm, spec))(seed_keys(spec)[0])
     update = int(np.asarray(states.update)[0])
     if update >= spec.num_updates:
         raise ValueError(
             f"the run has done {update} updates ({update * per_update} steps): there is nothing "
             f"left to do up to {spec.num_updates} ({spec.num_updates * per_update} steps)"
         )
-    piece = jax.jit(piece_of(algorithm), donate_argnums=0)
+    sharding = None
+    if mesh is not None:
+        states = shard_leading_axis(states, mesh)
+        sharding = jax.tree.map(lambda x: x.sharding, states)
+    piece = jax.jit(piece_of(algorithm), donate_argnums=0, out_shardings=(sharding, None, None))
     compiled = piece.lower(states, config, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - started
     on_compiled(compile_seconds)
