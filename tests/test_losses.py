@@ -658,3 +658,25 @@ def test_settings_may_be_traced_and_swept() -> None:
     np.testing.assert_allclose(
         jitted(0.5, 1.5), cispo_loss(p, old, A, max_ratio=1.5, min_ratio=0.5), rtol=1e-6
     )
+
+
+def test_weights_masks_and_log_probs_eager_jitted_and_vmapped(variant: Callable) -> None:
+    """With NaN and inf under the mask, by definition."""
+    old, sampler, p = (x.astype(np.float32) for x in sample(3, seed=5))
+    A = np.float32([1, -1, -1, -1])
+    poison = np.resize(np.array([np.nan, np.inf, -np.inf], np.float32), old.shape)
+    bad = [np.where(ROW_MASK, x, poison) for x in (old, sampler, p)]
+    d = (np.float64(old) - sampler)[:, 1:]
+    weights = partial(sequence_importance_weights, max_weight=1.5, min_weight=0.5)
+    result = variant(lambda a, b, m: weights(a, b, m))(*bad[:2], ROW_MASK)
+    assert_close(result, np.clip(np.exp(d.sum(1)), 0.5, 1.5))
+    result = variant(lambda a, b, m: weights(a, b, m, length_normalize=True))(*bad[:2], ROW_MASK)
+    assert_close(result, np.clip(np.exp(d.mean(1)), 0.5, 1.5))
+    keep = variant(lambda *x: off_policy_sequence_mask(*x, threshold=0.1))(
+        bad[2], bad[0], A, ROW_MASK
+    )
+    np.testing.assert_array_equal(keep, ~((A < 0) & ((old - p)[:, 1:].mean(1) > 0.1)))
+    ids = np.array([0, 4, 2, 3])
+    result = variant(lambda z, i: token_log_probs(z, i, temperature=2.0))(old, ids)
+    z = np.float64(old) / 2
+    assert_close(result, z[np.arange(4), ids] - np.log(np.exp(z).sum(1)))
