@@ -129,9 +129,17 @@ def _actions(x: ArrayLike, shape: tuple[int, ...]) -> Array:
     return x
 
 
+def _categorical_noise(key: Key, p: ArrayLike) -> Array:
+    return jax.random.gumbel(key, p.shape, jnp.promote_types(jnp.float32, p.dtype))
+
+
+def _categorical_from_noise(p: ArrayLike, noise: Array) -> Array:
+    return jnp.argmax(_checks.as_float("p", p) + noise, axis=-1).astype(jnp.int32)
+
+
 def _categorical_sample(key: Key, p: ArrayLike) -> Array:
     logits = _checks.as_float("p", p)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+    return _categorical_from_noise(logits, _categorical_noise(key, logits))
 
 
 def _categorical_mode(p: ArrayLike) -> Array:
@@ -145,9 +153,11 @@ def _identity(x: ArrayLike) -> Array:
 def _categorical_log_prob(p: ArrayLike, x: ArrayLike) -> Array:
     log_p = _log_softmax("p", p)
     x = _actions(x, log_p.shape[:-1])
-    # take_along_axis would count negative indices from the end; out of range it gives NaN
-    index = jnp.where(x < 0, log_p.shape[-1], x)
-    return jnp.take_along_axis(log_p, index[..., None], axis=-1, mode="fill")[..., 0]
+    # selected by comparison: the gradient of a gather is a scatter, slow where A is small
+    num_actions = log_p.shape[-1]
+    chosen = x[..., None] == jnp.arange(num_actions)
+    score = jnp.sum(jnp.where(chosen, log_p, 0.0), axis=-1)
+    return jnp.where((x >= 0) & (x < num_actions), score, jnp.nan)
 
 
 def _categorical_kl(p: ArrayLike, q: ArrayLike) -> Array:
@@ -164,6 +174,8 @@ categorical = Distribution(
     log_prob=_categorical_log_prob,
     entropy=entropy_from_logits,
     kl=_categorical_kl,
+    noise=_categorical_noise,
+    from_noise=_categorical_from_noise,
 )
 """One choice among ``A``: ``p`` = logits ``[..., A]``, ``x`` int32 ``[...]``.
 
@@ -184,11 +196,19 @@ def _parts(name: str, p: Sequence[ArrayLike]) -> tuple[ArrayLike, ...]:
     return tuple(p)
 
 
+def _multi_categorical_noise(key: Key, p: Sequence[Array]) -> tuple[Array, ...]:
+    keys = jax.random.split(key, len(p))
+    return tuple(_categorical_noise(k, logits) for k, logits in zip(keys, p, strict=True))
+
+
+def _multi_categorical_from_noise(p: Sequence[ArrayLike], noise: Sequence[Array]) -> Array:
+    pairs = zip(_parts("p", p), noise, strict=True)
+    return jnp.stack([_categorical_from_noise(*pair) for pair in pairs], axis=-1)
+
+
 def _multi_categorical_sample(key: Key, p: Sequence[ArrayLike]) -> Array:
-    parts = _parts("p", p)
-    keys = jax.random.split(key, len(parts))
-    draws = [_categorical_sample(k, logits) for k, logits in zip(keys, parts, strict=True)]
-    return jnp.stack(draws, axis=-1)
+    parts = tuple(_checks.as_float("p", logits) for logits in _parts("p", p))
+    return _multi_categorical_from_noise(parts, _multi_categorical_noise(key, parts))
 
 
 def _multi_categorical_mode(p: Sequence[ArrayLike]) -> Array:
@@ -224,6 +244,8 @@ multi_categorical = Distribution(
     log_prob=_multi_categorical_log_prob,
     entropy=_multi_categorical_entropy,
     kl=_multi_categorical_kl,
+    noise=_multi_categorical_noise,
+    from_noise=_multi_categorical_from_noise,
 )
 """``D`` independent choices: ``p`` = tuple of logits ``[..., A_i]``, ``x`` int32 ``[..., D]``.
 
@@ -261,9 +283,19 @@ def _like_mean(x: ArrayLike, mean: Array) -> Array:
     return x
 
 
-def _gaussian_sample(key: Key, p: tuple[ArrayLike, ArrayLike]) -> Array:
+def _gaussian_noise(key: Key, p: tuple[Array, Array]) -> Array:
+    mean = p[0]
+    return jax.random.normal(key, mean.shape, jnp.promote_types(jnp.float32, mean.dtype))
+
+
+def _gaussian_from_noise(p: tuple[ArrayLike, ArrayLike], noise: Array) -> Array:
     mean, log_std = _mean_and_log_std("p", p)
-    return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
+    return mean + jnp.exp(log_std) * noise
+
+
+def _gaussian_sample(key: Key, p: tuple[ArrayLike, ArrayLike]) -> Array:
+    parameters = _mean_and_log_std("p", p)
+    return _gaussian_from_noise(parameters, _gaussian_noise(key, parameters))
 
 
 def _gaussian_mode(p: tuple[ArrayLike, ArrayLike]) -> Array:
@@ -302,6 +334,8 @@ diagonal_gaussian = Distribution(
     log_prob=_gaussian_log_prob,
     entropy=_gaussian_entropy,
     kl=_gaussian_kl,
+    noise=_gaussian_noise,
+    from_noise=_gaussian_from_noise,
 )
 """Independent normals: ``p`` = (mean [..., D], log_std [..., D] or [D]), ``x`` [..., D].
 
@@ -342,6 +376,8 @@ tanh_gaussian = Distribution(
     log_prob=_tanh_gaussian_log_prob,
     entropy=_tanh_gaussian_entropy,
     kl=_gaussian_kl,
+    noise=_gaussian_noise,
+    from_noise=_gaussian_from_noise,
 )
 """A normal squashed into (−1, 1): ``p`` as in `diagonal_gaussian`, action = tanh(u), ``x`` = u.
 

@@ -33,6 +33,7 @@ from jaxpg.types import (
     MultiDiscrete,
     PyTree,
     Space,
+    reset_where_done,
     split_key,
 )
 
@@ -95,31 +96,23 @@ def auto_reset(
     def fresh(key: Key) -> tuple[PyTree, PyTree]:
         return _strong(reset(key))
 
-    def auto_step(key: Key, state: PyTree, action: Array) -> tuple[PyTree, EnvStep]:
-        keys = split_key(key, "step", "reset")
-        next_state, final_obs, reward, terminated, truncated = step(keys["step"], state, action)
+    def transition(key: Key, state: PyTree, action: Array) -> tuple[PyTree, EnvStep]:
+        next_state, obs, reward, terminated, truncated = step(key, state, action)
+        next_state, obs = jax.tree_util.tree_map_with_path(
+            _cast_like, jax.eval_shape(fresh, key), (next_state, obs)
+        )
         reward = _scalar("reward", reward).astype(jnp.float32)
         terminated = _flag("terminated", terminated)
         truncated = _flag("truncated", truncated)
-        (_, final_obs), (state, obs) = _reset_where(
-            terminated | truncated, keys["reset"], fresh, (next_state, final_obs)
-        )
-        return state, EnvStep(obs, reward, terminated, truncated, final_obs)
+        return next_state, EnvStep(obs, reward, terminated, truncated, final_obs=obs)
 
-    return Env(fresh, auto_step, observation_space, action_space, time_limit, name)
+    def auto_step(key: Key, state: PyTree, action: Array) -> tuple[PyTree, EnvStep]:
+        keys = split_key(key, "step", "reset")
+        state, out = transition(keys["step"], state, action)
+        state, out = reset_where_done(fresh(keys["reset"]), state, out)
+        return state, out
 
-
-def _reset_where(
-    done: Array, key: Key, reset: Callable[[Key], PyTree], stepped: PyTree
-) -> tuple[PyTree, PyTree]:
-    """``(stepped in the dtypes of a reset, a fresh reset where done and stepped elsewhere)``.
-
-    The reset is computed on every step: under ``vmap`` a ``cond`` becomes a select anyway, and one
-    on ``any(done)`` over a batch would make devices that share the batch wait for each other.
-    """
-    fresh = reset(key)
-    stepped = jax.tree_util.tree_map_with_path(_cast_like, fresh, stepped)
-    return stepped, jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, stepped)
+    return Env(fresh, auto_step, observation_space, action_space, time_limit, name, transition)
 
 
 def _strong(tree: PyTree) -> PyTree:

@@ -7,14 +7,26 @@ Row ``t`` of everything returned follows the index contract of `jaxpg.returns`. 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxpg._checks import divides, positive_int
-from jaxpg.types import Env, EnvStep, Episodes, Key, Policy, PyTree, Runner, Transition, split_key
+from jaxpg.types import (
+    Env,
+    EnvStep,
+    Episodes,
+    Key,
+    Policy,
+    PyTree,
+    Runner,
+    Transition,
+    reset_where_done,
+    split_key,
+)
 
 
 def apply_policy(
@@ -136,55 +148,103 @@ def rollout(
     """
     positive_int("num_steps", num_steps)
     num_envs = runner.reset.shape[0]
-    names = split_key(key, "act", "env")
-    act_keys = jax.random.split(names["act"], num_steps)
-    env_keys = jax.random.split(names["env"], (num_steps, num_envs))
+    names = split_key(key, "act", "env", "reset")
+    act = _actions(names["act"], policy, params, runner, num_steps)
+    step = _steps(names["env"], names["reset"], env, runner, num_steps)
 
     num_kept = num_steps
     if env.time_limit is not None:
         num_kept = min(num_steps, math.ceil(num_steps / env.time_limit))
     keep_all = num_kept >= num_steps
     kept = () if keep_all else _empty_slots(num_kept, (runner.obs, runner.carry))
+    # one pass of a feed-forward critic over all rows is cheaper than a small one at each step
+    values_later = policy.initial_carry is None
 
-    def body(state: tuple, keys: tuple[Key, Array]) -> tuple[tuple, tuple]:
+    def body(state: tuple, draws: tuple[PyTree, PyTree]) -> tuple[tuple, tuple]:
         runner, kept, num_cut, sums = state
-        act_key, step_keys = keys
+        act_draw, step_draw = draws
         carry, dist_params, value = apply_policy(
             policy, params, runner.carry, runner.obs, runner.reset
         )
-        action = policy.distribution.sample(act_key, dist_params)
-        env_state, step = jax.vmap(env.step)(
-            step_keys, runner.env_state, policy.distribution.action(action)
-        )
+        action = act.apply(act_draw, dist_params)
+        env_state, out = step.apply(step_draw, runner.env_state, policy.distribution.action(action))
         row = Transition(
             obs=runner.obs,
             action=action,
-            log_prob=policy.distribution.log_prob(dist_params, action),
-            value=value,
+            log_prob=(),
+            value=() if values_later else value,
             dist_params=dist_params,
-            reward=step.reward,
-            terminated=step.terminated,
-            truncated=step.truncated,
+            reward=out.reward,
+            terminated=out.terminated,
+            truncated=out.truncated,
             reset=runner.reset,
         )
-        cut = step.truncated & ~step.terminated
+        cut = out.truncated & ~out.terminated
         if keep_all:
-            successor = (step.final_obs, carry)
+            successor = (out.final_obs, carry)
         else:
-            kept = _keep(kept, (step.final_obs, carry), cut, num_cut)
+            kept = _keep(kept, (out.final_obs, carry), cut, num_cut)
             successor = ()
-        runner, sums = _advance(runner, env_state, step, carry, sums)
+        runner, sums = _advance(runner, env_state, out, carry, sums)
         return (runner, kept, num_cut + cut, sums), (row, successor)
 
     zeros = jnp.zeros(num_envs, jnp.float32)
     state = (runner, kept, jnp.zeros(num_envs, jnp.int32), (zeros, zeros, zeros))
     (runner, kept, num_cut, sums), (rows, successors) = jax.lax.scan(
-        body, state, (act_keys, env_keys)
+        body, state, (act.draws, step.draws)
     )
+    rows = rows._replace(log_prob=policy.distribution.log_prob(rows.dist_params, rows.action))
+    if values_later:
+        rows = rows._replace(value=replay(policy, params, rows.obs, reset=rows.reset)[1])
     next_values = _next_values(policy, params, runner, rows, successors if keep_all else kept)
     return_sum, length_sum, count = (jnp.sum(x) for x in sums)
     unkept = jnp.sum(jnp.maximum(num_cut - num_kept, 0)).astype(jnp.float32)
     return runner, rows, next_values, Episodes(return_sum, length_sum, count, unkept)
+
+
+class _Drawn(NamedTuple):
+    """What is random in a step, drawn for all steps, and the step that takes its share."""
+
+    draws: PyTree  # [T, …], scanned over
+    apply: Callable
+
+
+RESETS_AT_ONCE = 2**26
+"""Bytes up to which a rollout draws the resets of all its steps at once."""
+
+
+def _actions(key: Key, policy: Policy, params: PyTree, runner: Runner, num_steps: int) -> _Drawn:
+    """``(draw, dist_params) -> x``, with the noise of all steps drawn at once where possible."""
+    family = policy.distribution
+    if family.noise is None or family.from_noise is None:
+        return _Drawn(jax.random.split(key, num_steps), family.sample)
+    seen = (policy, params, runner.carry, runner.obs, runner.reset)
+    one_step = jax.eval_shape(lambda: apply_policy(*seen)[1])
+    all_steps = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((num_steps, *x.shape), x.dtype), one_step
+    )
+    noise = family.noise(key, all_steps)
+    return _Drawn(noise, lambda noise, dist_params: family.from_noise(dist_params, noise))
+
+
+def _steps(key: Key, reset_key: Key, env: Env, runner: Runner, num_steps: int) -> _Drawn:
+    """``(draw, env_state, action) -> (env_state, EnvStep)`` of all environments, with resets.
+
+    Random numbers come in small pieces at a high price on a CPU: the resets of all steps are drawn
+    at once, unless they would take too much memory.
+    """
+    shape = (num_steps, runner.reset.shape[0])
+    keys = jax.random.split(key, shape)
+    size = sum(x.nbytes for x in jax.tree.leaves((runner.env_state, runner.obs)))
+    if env.transition is None or size * num_steps > RESETS_AT_ONCE:
+        return _Drawn(keys, jax.vmap(env.step))
+    fresh = jax.vmap(jax.vmap(env.reset))(jax.random.split(reset_key, shape))
+
+    def apply(draw: tuple[Key, PyTree], state: PyTree, action: Array) -> tuple[PyTree, EnvStep]:
+        keys, fresh = draw
+        return reset_where_done(fresh, *jax.vmap(env.transition)(keys, state, action))
+
+    return _Drawn((keys, fresh), apply)
 
 
 def _advance(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -73,6 +74,10 @@ class Distribution(NamedTuple):
 
     Every function takes any number of leading batch axes. ``x`` is what is stored and scored;
     ``action(x)`` is what the environment gets (the identity but for a squashed family).
+
+    The last two are optional and take sampling apart, ``sample(key, p) = from_noise(p,
+    noise(key, p))``, where `noise` reads only the shapes in `p`: a rollout then draws the noise of
+    all its steps at once, which is much cheaper than a little at each step.
     """
 
     sample: Callable[[Key, PyTree], Array]  # (key, p) -> x
@@ -81,6 +86,8 @@ class Distribution(NamedTuple):
     log_prob: Callable[[PyTree, Array], Array]  # (p, x) -> [...]
     entropy: Callable[[PyTree], Array]  # p -> [...], nats
     kl: Callable[[PyTree, PyTree], Array]  # (p, q) -> [...], KL(p‖q), nats
+    noise: Callable[[Key, PyTree], PyTree] | None = None  # (key, shapes of p) -> noise
+    from_noise: Callable[[PyTree, PyTree], Array] | None = None  # (p, noise) -> x
 
 
 class Policy(NamedTuple):
@@ -122,6 +129,10 @@ class Env(NamedTuple):
     ``time_limit``: consecutive truncations of one environment lie at least this many steps apart,
     and no episode is longer. ``None`` promises nothing: every final observation is then kept and
     scored, which is exact but doubles the critic's work in a rollout.
+
+    ``transition`` is optional: `step` without the reset, ``(key, state, action) -> (state,
+    EnvStep)`` with ``obs`` equal to ``final_obs``. A rollout then draws the resets of all its steps
+    at once. `auto_reset` and `from_gymnax` provide it.
     """
 
     reset: Callable[[Key], tuple[PyTree, PyTree]]  # key -> (env_state, obs)
@@ -130,6 +141,23 @@ class Env(NamedTuple):
     action_space: Space
     time_limit: int | None = None
     name: str = "custom"
+    transition: Callable[[Key, PyTree, Array], tuple[PyTree, EnvStep]] | None = None
+
+
+def reset_where_done(
+    fresh: tuple[PyTree, PyTree], state: PyTree, step: EnvStep
+) -> tuple[PyTree, EnvStep]:
+    """State and step with a fresh ``(state, obs)`` in place where the episode ended.
+
+    Computed everywhere and selected: under ``vmap`` a ``cond`` becomes a select anyway.
+    """
+    done = step.terminated | step.truncated
+
+    def select(new: Array, old: Array) -> Array:
+        return jnp.where(done.reshape(done.shape + (1,) * (old.ndim - done.ndim)), new, old)
+
+    state, obs = jax.tree.map(select, fresh, (state, step.obs))
+    return state, step._replace(obs=obs)
 
 
 class Transition(NamedTuple):
