@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"jaxpg: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("jaxpg: interrupted", file=sys.stderr)
+        return 130
     except SystemExit as end:  # tyro leaves this way after a --help
         return int(end.code or 0)
 

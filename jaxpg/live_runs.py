@@ -87,7 +87,7 @@ def run_to_end(
         )
     save_states(folder, trained.states)
     write_curve(folder, spec, trained)
-    if interrupted():
+    if trained.update < spec.num_updates and interrupted():
         say(f"stopped at {trained.steps:,} steps; go on with: jaxpg train --resume {folder}")
         return 130
     print_results(console, spec, algorithm, folder, trained, run.eval_episodes)

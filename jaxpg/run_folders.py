@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 import platform
@@ -58,7 +59,11 @@ def free_folder(path: Path | None, spec: RunSpec, *, overwrite: bool) -> Path:
     """
     if path is None:
         names = f"{spec.algorithm}-{spec.environment}".replace("/", "-")
-        return Path("runs") / f"{names}-{time.strftime('%Y%m%d-%H%M%S')}"
+        base = free = Path("runs") / f"{names}-{time.strftime('%Y%m%d-%H%M%S')}"
+        others = itertools.count(2)
+        while free.exists():
+            free = base.with_name(f"{base.name}-{next(others)}")
+        return free
     if not path.exists():
         return path
     if not overwrite:
@@ -171,9 +176,13 @@ def write_results(
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    names = ("jaxpg", "jax", "jaxlib", "flax", "optax", "gymnax", "numpy")
-    return {name: importlib.metadata.version(name) for name in names} | {
-        "python": platform.python_version()
+    import jaxpg
+
+    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "numpy")
+    return {
+        "jaxpg": jaxpg.__version__,
+        **{name: importlib.metadata.version(name) for name in names},
+        "python": platform.python_version(),
     }
 
 

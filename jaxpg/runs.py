@@ -150,7 +150,7 @@ def train_run(
     *,
     states: TrainState | None = None,
     mesh: Mesh | None = None,
-    num_points: int = 50,
+    num_points: int = 100,
     loggers: Iterable[Logger] = (),
     on_compiled: Callable[[float], None] = lambda seconds: None,
     on_point: Callable[[Point, TrainState], None] = lambda point, states: None,

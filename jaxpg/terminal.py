@@ -107,6 +107,8 @@ class RunDisplay:
         speed = (point.steps - self._done) * self._num_seeds / max(point.seconds, 1e-9)
         speed_text = f"{speed:,.0f} steps/s"
         score_text = f"{self._label} {grouped(self._last)}"
+        if diverged := int(point.metrics["diverged"].sum()):
+            score_text += f" ({diverged} diverged)"
         if self._live:
             self._live.update(
                 self._task,

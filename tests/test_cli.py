@@ -19,7 +19,7 @@ from jaxpg import cli, live_runs
 from jaxpg.cli import main
 from jaxpg.loggers import read_metrics
 from jaxpg.run_folders import load_states, read_config
-from jaxpg.runs import Point, build, seed_keys
+from jaxpg.runs import Point, Trained, build, seed_keys
 from jaxpg.terminal import RunDisplay
 
 TINY = (
@@ -301,7 +301,7 @@ def test_flags_reach_the_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert seen["notes"] == [
         "settings: no preset of actor_critic for Catch-bsuite, so its general ones, and your flags"
     ]
-    assert seen["folder"].parent.name == "runs"
+    assert seen["folder"].parent == Path("runs")
     assert seen["folder"].name.startswith("actor_critic-Catch-bsuite-")
 
 
@@ -421,9 +421,25 @@ def test_list_constructs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "downloads data" in table_row(out, "MNISTBandit-bsuite")[4]
 
 
+def test_what_the_info_says_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = live_runs.Watch()
+    for share, cut in ((0.0, 0.0), (0.25, 2.0), (0.125, 1.0)):
+        metrics = {"nonfinite": np.array([0.0, share]), "unbootstrapped": np.array([cut, 0.0])}
+        watch.update(Point(1, 1, 1.0, metrics))
+    trained = Trained(None, 1, 1, 1, 1.0, 1.0, np.array([False, False]), None)  # type: ignore[arg-type]
+    assert live_runs.warn(watch, trained, None) == 0  # type: ignore[arg-type]
+    first, second = capsys.readouterr().err.splitlines()
+    assert "gradients held NaN or inf in up to 25% of the optimizer steps" in first
+    assert "3 truncations came sooner than the environment's time limit promises" in second
+
+
 def points() -> list[Point]:
     scores = (np.array([np.nan, np.nan]), np.array([10.0, 12.0]), np.array([np.nan, np.nan]))
-    return [Point(i, 100 * i, 0.5 * i, {"score": x}) for i, x in enumerate(scores, start=1)]
+    lost = np.array([0.0, 1.0])
+    return [
+        Point(i, 100 * i, 0.5 * i, {"score": x, "diverged": lost * (i > 2)})
+        for i, x in enumerate(scores, start=1)
+    ]
 
 
 def show(console: Console, quiet: bool = False) -> None:
@@ -442,7 +458,7 @@ def test_progress_on_a_terminal_and_elsewhere() -> None:
     assert lines == [
         "100 / 300 steps a seed return nan 400 steps/s",
         "200 / 300 steps a seed return 11.0 400 steps/s",
-        "300 / 300 steps a seed return 11.0 400 steps/s",
+        "300 / 300 steps a seed return 11.0 (1 diverged) 400 steps/s",
     ]
     terminal = io.StringIO()
     show(Console(file=terminal, force_terminal=True, width=120))
