@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tabular import ring, softmax, table_policy
+from tabular import REWARDS, ring, softmax, table_policy
 
 from jaxpg.algorithms.common import collect, current
 from jaxpg.algorithms.trpo import TRPOConfig, trpo
@@ -14,6 +14,8 @@ from jaxpg.environments import from_gymnax
 from jaxpg.policies import gru_policy, mlp_policy
 from jaxpg.training import train
 from jaxpg.types import split_key
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SMALL = {"num_envs": 8, "num_steps": 16, "critic_epochs": 2}
 
@@ -24,16 +26,31 @@ def collected(env, policy, state, config):
     return collect(key, env, policy, state, current(config, state.update))
 
 
+def ring_update(config, kl_sign=1.0, rewards=REWARDS, critic_scale=1.0):
+    """One update on the ring: ``(state, after, info, rollout)``."""
+    return compiled_ring_update(config, kl_sign, rewards, critic_scale)
+
+
+@jax.jit  # once for all: everything that the tests change is traced
+def compiled_ring_update(config, kl_sign, rewards, critic_scale):
+    env, policy = ring(rewards), table_policy()
+    family = policy.distribution
+    bent = family._replace(kl=lambda p, q: kl_sign * family.kl(p, q))
+    algorithm = trpo(env, policy._replace(distribution=bent))
+    state = algorithm.init(jax.random.key(0), config)
+    critic = critic_scale * state.params["critic"]
+    state = state._replace(params={**state.params, "critic": critic})
+    data = collected(env, policy, state, config)
+    return state, *algorithm.step(state, config), (data.rows, data.next_values)
+
+
+RING = TRPOConfig(**SMALL, cg_iterations=30, cg_damping=0.01, gae_lambda=0.7)
+
+
 def test_the_step_is_the_natural_gradient_of_an_explicit_fisher_matrix():
-    env, policy = ring(), table_policy()
-    config = TRPOConfig(
-        **SMALL, cg_damping=0.01, cg_iterations=30, kl_tolerance=0.5, gae_lambda=0.7, max_kl=0.005
-    )
-    algorithm = trpo(env, policy)
-    state = jax.jit(algorithm.init)(jax.random.key(0), config)
-    after, info = jax.jit(algorithm.step)(state, config)
-    data = jax.tree.map(np.asarray, collected(env, policy, state, config)._replace(carry=()))
-    rows, next_values = data.rows, data.next_values
+    config = RING.replace(kl_tolerance=0.5, max_kl=0.005)
+    state, after, info, data = ring_update(config)
+    rows, next_values = jax.tree.map(np.asarray, data)
     rewards, values = rows.reward.astype(np.float64), rows.value.astype(np.float64)
 
     # GAE as a sum over later errors, then normalised
@@ -68,13 +85,15 @@ def test_the_step_is_the_natural_gradient_of_an_explicit_fisher_matrix():
     assert 0.8 * 0.005 < kl < 1.2 * 0.005
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_every_accepted_step_keeps_the_kl_within_delta(name):
+@pytest.mark.parametrize(
+    ("name", "settings"), [("CartPole-v1", {}), ("Pendulum-v1", {"fisher_subsample": 4})]
+)
+def test_every_accepted_step_keeps_the_kl_within_delta(name, settings):
     """Measured from outside, with the stored distributions, over seeds and swept deltas."""
     env = from_gymnax(name, max_steps_in_episode=20)
     policy = mlp_policy(env, hidden_sizes=(16,))
     algorithm = trpo(env, policy)
-    config = TRPOConfig(**SMALL)
+    config = TRPOConfig(**SMALL, **settings)
 
     def updates(key, max_kl):
         def body(state, _):
@@ -105,87 +124,50 @@ def test_every_accepted_step_keeps_the_kl_within_delta(name):
     np.testing.assert_array_equal(still, ~accepted)
 
 
-def unchanged(state, after):
-    jax.tree.map(np.testing.assert_array_equal, state.params["actor"], after.params["actor"])
-
-
 def test_without_anything_to_gain_the_policy_stays_and_the_critic_learns():
     """Fault R35: every advantage equal means a zero gradient, and 0/0 in the first CG step."""
-    env = ring(np.ones((4, 3)))
-    policy = table_policy()
-    # a critic that is exact from the start: advantages are exactly 0
-    policy = policy._replace(
-        init=lambda key, obs: {
-            "actor": table_policy().init(key, obs)["actor"],
-            "critic": jnp.zeros(4),
-        },
-    )
-    algorithm = trpo(env, policy)
-    config = TRPOConfig(**SMALL, gamma=0.0)  # every return is 1, every value 0
-    state = jax.jit(algorithm.init)(jax.random.key(0), config)
-    after, info = jax.jit(algorithm.step)(state, config)
+    # every return is 1 and every value 0
+    config = RING.replace(gamma=0.0)
+    state, after, info, _ = ring_update(config, rewards=np.ones((4, 3)), critic_scale=0.0)
     assert (float(info["accepted"]), float(info["kl"]), float(info["step_scale"])) == (0, 0, 0)
     assert float(info["grad_norm"]) == 0 and all(np.isfinite(x) for x in info.values())
-    unchanged(state, after)
+    np.testing.assert_array_equal(state.params["actor"], after.params["actor"])
     assert np.all(np.asarray(after.params["critic"])[:3] > 0)
 
 
-def test_bad_curvature_leaves_the_policy_unchanged():
+@pytest.mark.parametrize("kl_sign", [-1.0, 0.0, np.nan])
+def test_bad_curvature_leaves_the_policy_unchanged(kl_sign):
     """Fault R35 again: a KL that curves down, not at all, or is not a number."""
-    policy = table_policy()
-    family = policy.distribution
-    config = TRPOConfig(**SMALL, cg_damping=0.0)
-
-    @jax.jit
-    @jax.vmap
-    def update(sign):
-        bent = family._replace(kl=lambda p, q: sign * family.kl(p, q))
-        algorithm = trpo(ring(), policy._replace(distribution=bent))
-        state = algorithm.init(jax.random.key(0), config)
-        return state, *algorithm.step(state, config)
-
-    state, after, info = update(jnp.array([1.0, -1.0, 0.0, jnp.nan]))
-    np.testing.assert_array_equal(info["accepted"], [1, 0, 0, 0])
-    np.testing.assert_array_equal(info["kl"] > 0, [True, False, False, False])
-    assert all(np.all(np.isfinite(x)) for x in info.values()), info
-    changed = np.any(np.asarray(state.params["actor"] != after.params["actor"]), axis=(1, 2))
-    np.testing.assert_array_equal(changed, [True, False, False, False])
+    for damping in (0.0, 10.0):
+        state, after, info, _ = ring_update(RING.replace(cg_damping=damping), kl_sign=kl_sign)
+        assert float(info["accepted"]) == 0 and float(info["kl"]) == 0
+        assert all(np.isfinite(x) for x in info.values()), info
+        np.testing.assert_array_equal(state.params["actor"], after.params["actor"])
 
 
 def test_only_the_critic_has_an_optimizer_and_it_never_touches_the_actor():
-    env, policy = ring(), table_policy()
-    algorithm = trpo(env, policy)
-    config = TRPOConfig(**SMALL, max_kl=1e-3)
-    state = jax.jit(algorithm.init)(jax.random.key(0), config)
-    shapes = {x.shape for x in jax.tree.leaves(state.opt_state)}
-    assert shapes == {(), (4,)}
-    step = jax.jit(algorithm.step)
-    frozen, _ = step(state, config.replace(learning_rate=0.0))
-    fitted, info = step(state, config)
+    state, fitted, info, _ = ring_update(RING)
+    _, frozen, _, _ = ring_update(RING.replace(learning_rate=0.0))
+    assert {x.shape for x in jax.tree.leaves(state.opt_state)} == {(), (4,)}
     np.testing.assert_array_equal(frozen.params["critic"], state.params["critic"])
     np.testing.assert_array_equal(frozen.params["actor"], fitted.params["actor"])
     assert not np.array_equal(fitted.params["critic"], state.params["critic"])
     assert float(info["critic_grad_norm"]) > 0
 
 
-def test_subsampled_fisher_steps_within_the_same_bound():
-    env = from_gymnax("CartPole-v1", max_steps_in_episode=20)
-    algorithm = trpo(env, mlp_policy(env, hidden_sizes=(16,)))
-    config = TRPOConfig(**SMALL, fisher_subsample=4)
-    _, infos = jax.jit(lambda key: train(algorithm, key, config, 4))(jax.random.key(0))
-    assert np.all(np.asarray(infos["kl"]) <= 0.01) and np.mean(infos["accepted"]) > 0.5
+def test_the_entropy_bonus_enters_the_surrogate():
+    """A weight that outweighs every advantage makes the step flatten the policy."""
+    for ent_coef, flatter in [(0.0, False), (100.0, True)]:
+        state, after, info, data = ring_update(RING.replace(ent_coef=ent_coef, max_kl=0.05))
+        assert float(info["accepted"]) == 1
+        places = np.argmax(data[0].obs, axis=-1)
 
+        def entropy(params, places=places):
+            p = softmax(np.asarray(params["actor"], np.float64))
+            return -(p * np.log(p)).sum(-1)[places].mean()
 
-def test_the_entropy_bonus_keeps_the_policy_wide():
-    env, policy = ring(), table_policy()
-    algorithm = trpo(env, policy)
-
-    def entropy(ent_coef):
-        config = TRPOConfig(**SMALL, ent_coef=ent_coef, max_kl=0.05)
-        return train(algorithm, jax.random.key(0), config, 30)[1]["entropy"][-1]
-
-    narrow, wide = jax.jit(jax.vmap(entropy))(jnp.array([0.0, 5.0]))
-    assert float(wide) > 1.0 > float(narrow)
+        np.testing.assert_allclose(info["entropy"], entropy(state.params), rtol=1e-5)
+        assert (entropy(after.params) > entropy(state.params)) == flatter
 
 
 @pytest.mark.parametrize(
