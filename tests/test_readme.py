@@ -19,13 +19,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 SMALLER = {
     "range(100)": "range(2)",
-    "num_updates=100": "num_updates=2",
+    "num_updates=100)": "num_updates=2)",
     "jax.random.key(0), 256)": "jax.random.key(0), 2)",
     "jax.random.key(1), 8)": "jax.random.key(1), 2)",
     "num_envs=8, num_steps=128": "num_envs=2, num_steps=16",
     "num_episodes=10": "num_episodes=2",
     'from_gymnax("CartPole-v1")': 'from_gymnax("CartPole-v1", max_steps_in_episode=20)',
-    "ActorCriticConfig(), 20)": "ActorCriticConfig(), 2)",
+    "num_updates=20)": "num_updates=2)",
 }
 
 
@@ -92,6 +92,12 @@ def test_every_name_in_the_tables_exists() -> None:
     assert [name for name in names if name not in jaxpg.__all__] == []
     algorithms = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
     assert set(cli.ALGORITHMS) <= set(algorithms)
+
+
+def test_benchmarks_exist() -> None:
+    modules = re.findall(r"`python -m (benchmarks\.\w+)`", README)
+    assert len(modules) == 6
+    assert [m for m in modules if not (ROOT / f"{m.replace('.', '/')}.py").exists()] == []
 
 
 def test_links_lead_somewhere() -> None:
