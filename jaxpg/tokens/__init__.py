@@ -26,7 +26,13 @@ from jaxpg.tokens.config import (
     TokenConfig,
 )
 from jaxpg.tokens.dense_rewards import last_token_rewards
-from jaxpg.tokens.evaluation import Evaluation, evaluate, format_completions, show_samples
+from jaxpg.tokens.evaluation import (
+    Evaluation,
+    answer_prompts,
+    evaluate,
+    format_completions,
+    show_samples,
+)
 from jaxpg.tokens.groups import (
     Groups,
     group_log_probs,
@@ -36,7 +42,7 @@ from jaxpg.tokens.groups import (
 )
 from jaxpg.tokens.records import Completions, LanguageModel, Prompts, Task, TokenAlgorithm
 from jaxpg.tokens.sampling import completion_log_probs, generate, positions_from_mask
-from jaxpg.tokens.supervised import warm_up
+from jaxpg.tokens.supervised import warm_up, warmed_up
 from jaxpg.tokens.tasks import (
     TASKS,
     add_mod_task,
@@ -69,6 +75,7 @@ __all__ = [
     "TokenConfig",
     "add_mod_task",
     "addition_task",
+    "answer_prompts",
     "cispo",
     "completion_log_probs",
     "copy_task",
@@ -95,4 +102,5 @@ __all__ = [
     "split_groups",
     "transformer_model",
     "warm_up",
+    "warmed_up",
 ]

@@ -36,9 +36,9 @@ from jaxpg.advantages import (
 )
 from jaxpg.algorithms.common import INFO_FIELDS, adam, current, own_buffer
 from jaxpg.kl import kl_k1, kl_k3
-from jaxpg.losses import cispo_loss
+from jaxpg.losses import broadcast_per_token, cispo_loss
 from jaxpg.objectives import dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, rloo_loss
-from jaxpg.optimization import optimize
+from jaxpg.optimization import optimize, skip_zero_gradients
 from jaxpg.reductions import masked_mean, token_mean
 from jaxpg.tokens.config import (
     CISPOConfig,
@@ -171,7 +171,8 @@ def grpo(
         params, opt_state, metrics = optimize(
             keys["optimization"],
             loss_fn,
-            optimizer(config),
+            # a minibatch without a mixed group is no evidence for moving on
+            skip_zero_gradients(optimizer(config)),
             state.params,
             state.opt_state,
             batch,
@@ -304,6 +305,7 @@ def cispo(task: Task, model: LanguageModel, *, optimizer: Optimizer = adam) -> T
         log_probs: Array, groups: Groups, advantages: Array, config: CISPOConfig
     ) -> tuple[Array, Info]:
         old, advantages, mask = _constants(groups, advantages)
+        advantages = broadcast_per_token("advantages", advantages, mask.shape, mask.ndim - 1)
         capped = cispo_loss(log_probs, old, advantages, mask, max_ratio=config.max_ratio)
         if groups.weights is not None:
             capped = capped * groups.weights

@@ -28,6 +28,54 @@ class Evaluation(NamedTuple):
     length_error: Array  # mean |length − length of the right answer|, tokens; NaN likewise
 
 
+def answer_prompts(
+    task: Task,
+    model: LanguageModel,
+    params: PyTree,
+    key: Key,
+    *,
+    prompts: Prompts | tuple | None = None,
+    num_prompts: int = 256,
+    greedy: bool = True,
+    temperature: ArrayLike = 1.0,
+) -> tuple[Prompts, Completions, Array]:
+    """One completion for each of some prompts, with its score; see `evaluate` for the arguments.
+
+    Returns:
+        ``(prompts, completions, scores[N])``, for `format_completions` or statistics of one's own.
+
+    Example:
+        >>> from jaxpg.tokens import add_mod_task, transformer_model
+        >>> model = transformer_model(14, 8, d_model=16, num_heads=2)
+        >>> _, completions, scores = answer_prompts(
+        ...     add_mod_task(), model, model.init(jax.random.key(0)), jax.random.key(1),
+        ...     num_prompts=10)
+        >>> completions.tokens.shape, scores.shape
+        ((10, 1), (10,))
+    """
+    check_task(task, model)
+    keys = split_key(key, "prompts", "completions")
+    if prompts is None:
+        positive_int("num_prompts", num_prompts)
+        drawn = draw_prompts(keys["prompts"], task, num_prompts, evaluation=True)
+    else:
+        drawn = Prompts(*prompts)
+    out = generate(
+        keys["completions"],
+        model,
+        params,
+        drawn.tokens,
+        drawn.mask,
+        max_new_tokens=task.max_new,
+        eos_id=task.eos_id,
+        pad_id=task.pad_id,
+        temperature=temperature,
+        greedy=greedy,
+        use_cache=model.init_cache is not None,
+    )
+    return drawn, out, score_completions(task, drawn.info, out.tokens, out.mask)
+
+
 def evaluate(
     task: Task,
     model: LanguageModel,
@@ -66,8 +114,15 @@ def evaluate(
         >>> bool(out.exact < 0.3), float(out.mean_length)
         (True, 1.0)
     """
-    drawn, out, scores = _answer(
-        task, model, params, key, prompts, num_prompts, greedy=greedy, temperature=temperature
+    drawn, out, scores = answer_prompts(
+        task,
+        model,
+        params,
+        key,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        greedy=greedy,
+        temperature=temperature,
     )
     length = jnp.sum(out.mask, axis=-1).astype(jnp.float32)
     wanted = jnp.full_like(length, jnp.nan)
@@ -115,8 +170,8 @@ def show_samples(
         >>> len(lines)
         2
     """
-    drawn, out, scores = _answer(
-        task, model, params, key, None, num_prompts, greedy=greedy, temperature=temperature
+    drawn, out, scores = answer_prompts(
+        task, model, params, key, num_prompts=num_prompts, greedy=greedy, temperature=temperature
     )
     return format_completions(task, drawn, out, scores)
 
@@ -157,37 +212,3 @@ def format_completions(
         more = "" if bool(completions.finished[row]) else " …"
         lines.append(f"{prompt} → {answer}{more}  (score {score:.2f})")
     return lines
-
-
-def _answer(
-    task: Task,
-    model: LanguageModel,
-    params: PyTree,
-    key: Key,
-    prompts: Prompts | tuple | None,
-    num_prompts: int,
-    *,
-    greedy: bool,
-    temperature: ArrayLike,
-) -> tuple[Prompts, Completions, Array]:
-    check_task(task, model)
-    keys = split_key(key, "prompts", "completions")
-    if prompts is None:
-        positive_int("num_prompts", num_prompts)
-        drawn = draw_prompts(keys["prompts"], task, num_prompts, evaluation=True)
-    else:
-        drawn = Prompts(*prompts)
-    out = generate(
-        keys["completions"],
-        model,
-        params,
-        drawn.tokens,
-        drawn.mask,
-        max_new_tokens=task.max_new,
-        eos_id=task.eos_id,
-        pad_id=task.pad_id,
-        temperature=temperature,
-        greedy=greedy,
-        use_cache=model.init_cache is not None,
-    )
-    return drawn, out, score_completions(task, drawn.info, out.tokens, out.mask)

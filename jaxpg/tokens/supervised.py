@@ -6,19 +6,21 @@ no group ever holds it; some supervised steps lift the policy to where groups ar
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxpg._checks import in_range, positive_int
+from jaxpg._checks import as_key, in_range, positive_int
 from jaxpg.reductions import masked_mean
 from jaxpg.tokens.config import check_task
 from jaxpg.tokens.groups import draw_prompts
-from jaxpg.tokens.records import LanguageModel, Task
+from jaxpg.tokens.records import LanguageModel, Task, TokenAlgorithm
 from jaxpg.tokens.sampling import completion_log_probs
-from jaxpg.types import Key, PyTree
+from jaxpg.types import Key, PyTree, TrainState, split_key
 
 
 def warm_up(
@@ -87,3 +89,52 @@ def warm_up(
     keys = jax.random.split(key, num_steps)
     (params, _), losses = jax.lax.scan(body, (params, optimizer.init(params)), keys)
     return params, losses
+
+
+def warmed_up(
+    algorithm: TokenAlgorithm,
+    *,
+    num_steps: int,
+    batch_size: int = 128,
+    learning_rate: float = 1e-3,
+) -> TokenAlgorithm:
+    """An algorithm whose `init` runs `warm_up` first, for `jaxpg.train` and the like.
+
+    Args:
+        algorithm: any token algorithm.
+        num_steps: see `warm_up`; 0 leaves the algorithm as it is.
+        batch_size: see `warm_up`.
+        learning_rate: see `warm_up`.
+
+    Returns:
+        The algorithm, its `init` changed: parameters given there are warmed up as well.
+
+    Raises:
+        ValueError: from ``init``, as `warm_up`.
+
+    Example:
+        >>> from jaxpg.tokens import GRPOConfig, add_mod_task, grpo, transformer_model
+        >>> model = transformer_model(14, 8, d_model=16, num_layers=1, num_heads=2)
+        >>> algorithm = warmed_up(grpo(add_mod_task(), model), num_steps=2, batch_size=4)
+        >>> state = algorithm.init(jax.random.key(0), GRPOConfig())
+    """
+    if num_steps == 0:
+        return algorithm
+
+    def init(key: Key, config: Any, *, params: PyTree | None = None) -> TrainState:
+        # Traced only: a bad config is told before anything is trained.
+        jax.eval_shape(lambda key: algorithm.init(key, config), key)
+        keys = split_key(as_key(key), "params", "warm_up", "run")
+        params = algorithm.model.init(keys["params"]) if params is None else params
+        params, _ = warm_up(
+            keys["warm_up"],
+            algorithm.task,
+            algorithm.model,
+            params,
+            num_steps=num_steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+        )
+        return algorithm.init(keys["run"], config, params=params)
+
+    return algorithm._replace(init=init)
