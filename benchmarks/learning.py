@@ -63,8 +63,8 @@ ROWS = (
     Row("grpo", "grpo", "CartPole-v1", 500_000, 480),
     Row("grpo", "grpo", "Acrobot-v1", 1_000_000, -100),
     Row("grpo", "grpo", "Pendulum-v1", 1_000_000),
-    Row("ppo, one million", "ppo", "Pendulum-v1", 1_000_000, -250),
-    Row("ppo, one number of steps for all", "ppo", "CartPole-v1", 200_000, 475),
+    Row("ppo clipped, 1M", "ppo", "Pendulum-v1", 1_000_000, -250),
+    Row("ppo clipped, 200k", "ppo", "CartPole-v1", 200_000, 475),
 )
 
 
