@@ -41,8 +41,43 @@ PRESETS: dict[tuple[str, str], Preset] = {
     # ppo
     ("ppo", "*"): Preset(PPOConfig(num_envs=16, num_steps=128), total_steps=500_000, anneal=True),
     ("ppo", "CartPole-v1"): Preset(
-        PPOConfig(num_envs=8, num_steps=128, learning_rate=1e-3, gamma=0.98, gae_lambda=0.8),
-        total_steps=200_000,
+        PPOConfig(
+            num_envs=8,
+            num_steps=32,
+            learning_rate=1e-3,
+            gamma=0.98,
+            gae_lambda=0.8,
+            num_epochs=20,
+            num_minibatches=1,
+            annealed=("learning_rate", "clip_epsilon"),
+        ),
+        total_steps=50_000,
+        anneal=True,
+    ),
+    ("ppo", "Acrobot-v1"): Preset(
+        PPOConfig(
+            num_envs=16,
+            num_steps=128,
+            learning_rate=1e-3,
+            num_epochs=10,
+            num_minibatches=8,
+            normalize_obs=True,
+        ),
+        total_steps=500_000,
+        anneal=True,
+    ),
+    ("ppo", "Pendulum-v1"): Preset(
+        PPOConfig(
+            num_envs=8,
+            num_steps=256,
+            learning_rate=5e-4,
+            gamma=0.9,
+            num_epochs=10,
+            num_minibatches=16,
+            normalize_obs=True,
+            normalize_rewards=True,
+        ),
+        total_steps=500_000,
         anneal=True,
     ),
     # grpo
@@ -67,7 +102,7 @@ def preset(algorithm: str, environment: str) -> Preset:
     Example:
         >>> settings = preset("ppo", "CartPole-v1")
         >>> settings.total_steps, settings.config.num_envs
-        (200000, 8)
+        (50000, 8)
     """
     name = algorithm_name(algorithm, environment_name(environment))
     return PRESETS.get((name, environment)) or PRESETS[name, "*"]

@@ -70,6 +70,72 @@ CASES = {
         "kl_target",
     ),
     "ppo-recurrent": Case(lambda: jaxpg.ppo(*recurrent()), jaxpg.PPOConfig(**PPO), "gae_lambda"),
+    "reinforce": Case(
+        lambda: jaxpg.reinforce(*cartpole()),
+        jaxpg.ReinforceConfig(num_envs=4, baseline="ema", discount_gradient=True),
+        "ema_decay",
+    ),
+    "reinforce-sequential": Case(
+        lambda: jaxpg.reinforce(*pendulum()),
+        jaxpg.ReinforceConfig(**SMALL, form="sequential", baseline="value", normalize_obs=True),
+        "vf_coef",
+    ),
+    "actor_critic": Case(
+        lambda: jaxpg.actor_critic(*pendulum()),
+        jaxpg.ActorCriticConfig(**SMALL, advantage="n_step", ent_coef=0.01),
+        "ent_coef",
+    ),
+    "actor_critic-recurrent": Case(
+        lambda: jaxpg.actor_critic(*recurrent()),
+        jaxpg.ActorCriticConfig(**SMALL, normalize_rewards=True),
+        "gae_lambda",
+    ),
+    "actor_critic-action-values": Case(
+        lambda: jaxpg.actor_critic(*cartpole(action_values=True)),
+        jaxpg.ActorCriticConfig(**SMALL, advantage="action_value"),
+        "vf_coef",
+    ),
+    "off_policy": Case(
+        lambda: jaxpg.off_policy(*cartpole()),
+        jaxpg.OffPolicyConfig(**SMALL, lag=2),
+        "rho_clip",
+    ),
+    "off_policy-per-decision": Case(
+        lambda: jaxpg.off_policy(*pendulum()),
+        jaxpg.OffPolicyConfig(**SMALL, correction="per_decision", ratio_clip=2.0),
+        "ratio_clip",
+    ),
+    "trpo": Case(
+        lambda: jaxpg.trpo(*pendulum()),
+        jaxpg.TRPOConfig(**SMALL, critic_epochs=2, critic_minibatches=2, cg_iterations=3),
+        "max_kl",
+    ),
+    "grpo": Case(
+        lambda: jaxpg.grpo(*cartpole()),
+        jaxpg.GRPOConfig(
+            num_envs=8,
+            group_size=4,
+            num_epochs=2,
+            num_minibatches=2,
+            kl_coef=0.1,
+            ref_refresh_updates=2.0,
+        ),
+        "kl_coef",
+    ),
+    "grpo-per-step": Case(
+        lambda: jaxpg.grpo(*pendulum()),
+        jaxpg.GRPOConfig(
+            num_envs=8,
+            num_steps=6,
+            group_size=4,
+            form="per_step",
+            aggregation="sequence",
+            minibatch_of="groups",
+            num_epochs=1,
+            num_minibatches=2,
+        ),
+        "clip_epsilon",
+    ),
 }
 
 

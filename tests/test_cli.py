@@ -402,7 +402,7 @@ def test_help() -> None:
     assert code == 0
     for flag in ("--clip-epsilon", "--hidden-sizes", "--env-params", "--num-seeds", "--no-anneal"):
         assert flag in out
-    assert "(default: 200000)" in out
+    assert "(default: 50000)" in out
     code, out, _ = call("train", "trpo", "--help")
     assert code == 0 and "usage: jaxpg train trpo ENV" in out and "--max-kl" in out
     code, out, _ = call("evaluate", "--help")
