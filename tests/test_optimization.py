@@ -149,7 +149,7 @@ def test_a_nan_gradient_is_reported(key):
     assert float(metrics["nonfinite"]) == 0.25
 
 
-def test_sizes_that_do_not_divide_name_both_numbers(key):
+def test_r41_sizes_that_do_not_divide_name_both_numbers(key):
     with pytest.raises(ValueError, match="num_minibatches=3 does not divide batch size=10"):
         optimize(
             key,
