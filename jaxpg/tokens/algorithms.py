@@ -116,7 +116,7 @@ def grpo(
         >>> model = transformer_model(14, 8, d_model=16, num_layers=1, num_heads=2)
         >>> algorithm = grpo(add_mod_task(), model)
         >>> config = GRPOConfig(num_prompts=4, group_size=4)
-        >>> state = algorithm.init(jax.random.key(0), config)
+        >>> state = jax.jit(algorithm.init)(jax.random.key(0), config)
         >>> state, info = jax.jit(algorithm.step)(state, config)
         >>> int(state.update), float(info["episode_count"])
         (1, 16.0)

@@ -88,13 +88,17 @@ def generate(
             not left-padded, temperature not above 0, a model without the cache functions.
 
     Example:
-        >>> from jaxpg.tokens import transformer_model
-        >>> model = transformer_model(14, 8, d_model=16, num_heads=2)
-        >>> prompts = jnp.array([[13, 1, 2], [3, 4, 5]])
-        >>> out = generate(jax.random.key(0), model, model.init(jax.random.key(1)), prompts,
-        ...                prompts != 13, max_new_tokens=4, eos_id=12, pad_id=13)
-        >>> out.tokens.shape, out.mask.dtype.name
-        ((2, 4), 'bool')
+        A table as the model: after token i, token i + 1.
+
+        >>> table = 9.0 * jnp.eye(6, k=1)
+        >>> model = LanguageModel(lambda key: table, lambda params, tokens, positions:
+        ...                       params[tokens], None, None, max_length=8, vocab_size=6)
+        >>> prompts = jnp.array([[0, 1, 2], [1, 2, 3]])
+        >>> out = generate(jax.random.key(0), model, table, prompts, prompts > 0,
+        ...                max_new_tokens=4, eos_id=5, pad_id=0, greedy=True, use_cache=False)
+        >>> print(out.tokens, out.finished)
+        [[3 4 5 0]
+         [4 5 0 0]] [ True  True]
     """
     tokens, mask = _check_prompts(prompts, prompt_mask)
     positive_int("max_new_tokens", max_new_tokens)
@@ -195,13 +199,13 @@ def completion_log_probs(
         ValueError: shapes that do not match, or a sequence longer than the model's context.
 
     Example:
-        >>> from jaxpg.tokens import transformer_model
-        >>> model = transformer_model(14, 8, d_model=16, num_heads=2)
-        >>> ones = jnp.ones((2, 3), jnp.int32)
+        >>> model = LanguageModel(lambda key: jnp.zeros((4, 4)), lambda params, tokens, positions:
+        ...                       params[tokens], None, None, max_length=8, vocab_size=4)
+        >>> ones = jnp.ones((1, 2), jnp.int32)
         >>> log_probs, entropies = completion_log_probs(
         ...     model, model.init(jax.random.key(0)), ones, ones, ones, ones)
-        >>> log_probs.shape, bool((entropies > 2.5).all())  # log 14 = 2.64 at the start
-        ((2, 3), True)
+        >>> print(log_probs.round(3), entropies.round(3))  # uniform: ± log 4
+        [[-1.386 -1.386]] [[1.386 1.386]]
     """
     tokens, mask = _check_prompts(prompts, prompt_mask)
     answer = jnp.asarray(completions, jnp.int32)

@@ -55,12 +55,12 @@ def warm_up(
         ValueError: a task without targets, or one that does not fit the model.
 
     Example:
-        >>> from jaxpg.tokens import add_mod_task, transformer_model
-        >>> model = transformer_model(14, 8, d_model=16, num_heads=2)
-        >>> params = model.init(jax.random.key(0))
-        >>> params, losses = warm_up(jax.random.key(1), add_mod_task(), model, params,
-        ...                          num_steps=20, batch_size=16)
-        >>> bool(losses[-1] < losses[0])
+        >>> from jaxpg.tokens import say_n_task
+        >>> model = LanguageModel(lambda key: jnp.zeros((14, 14)), lambda params, tokens, positions:
+        ...                       params[tokens], None, None, max_length=8, vocab_size=14)
+        >>> params, losses = warm_up(jax.random.key(0), say_n_task(2, 3), model,
+        ...                          jnp.zeros((14, 14)), num_steps=50, learning_rate=0.1)
+        >>> bool(losses[-1] < losses[0] - 1.0)
         True
     """
     if task.targets is None:
@@ -113,10 +113,10 @@ def warmed_up(
         ValueError: from ``init``, as `warm_up`.
 
     Example:
-        >>> from jaxpg.tokens import GRPOConfig, add_mod_task, grpo, transformer_model
-        >>> model = transformer_model(14, 8, d_model=16, num_layers=1, num_heads=2)
-        >>> algorithm = warmed_up(grpo(add_mod_task(), model), num_steps=2, batch_size=4)
-        >>> state = algorithm.init(jax.random.key(0), GRPOConfig())
+        >>> from jaxpg.tokens import GRPOConfig, addition_task, grpo, transformer_model
+        >>> algorithm = grpo(addition_task(), transformer_model(14, 10))
+        >>> algorithm = warmed_up(algorithm, num_steps=300)
+        >>> init = jax.jit(lambda key: algorithm.init(key, GRPOConfig()))
     """
     if num_steps == 0:
         return algorithm

@@ -152,9 +152,9 @@ def transformer_model(
 
     Example:
         >>> model = transformer_model(14, 8, d_model=16, num_heads=2)
-        >>> params = model.init(jax.random.key(0))
-        >>> tokens = jnp.array([[1, 10, 2]])
-        >>> model.apply(params, tokens, jnp.array([[0, 1, 2]])).shape
+        >>> params = jax.jit(model.init)(jax.random.key(0))
+        >>> positions = jnp.array([[0, 1, 2]])
+        >>> jax.jit(model.apply)(params, jnp.array([[1, 10, 2]]), positions).shape
         (1, 3, 14)
 
     References:
