@@ -33,7 +33,14 @@ from jaxpg.flags import (
 from jaxpg.live_runs import run_to_end
 from jaxpg.loggers import drop_points_after
 from jaxpg.presets import PRESETS, Preset, has_preset, preset
-from jaxpg.registry import ALGORITHMS, algorithm_name, domain_of
+from jaxpg.registry import (
+    ALGORITHMS,
+    ENVIRONMENTS,
+    TOKENS_PREFIX,
+    Domain,
+    algorithm_name,
+    domain_of,
+)
 from jaxpg.run_folders import (
     METRICS,
     free_folder,
@@ -44,6 +51,7 @@ from jaxpg.run_folders import (
 )
 from jaxpg.runs import RunSpec, build, check_evaluation, evaluate_run, make_spec
 from jaxpg.terminal import lines_table, make_console, scores_table
+from jaxpg.token_domain import TASK_NOTES, TOKENS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,16 +104,21 @@ def train(words: list[str]) -> int:
     with refusing():
         if len(names) == 2:
             settings, own = preset(*names), has_preset(*names)
+            domain = domain_of(names[1])
         else:
-            settings, own = PRESETS[algorithm_name(names[0], ""), "*"], False
-        name = algorithm_name(*names, *[""] * (2 - len(names)))
+            (domain, settings), own = general_settings(names[0]), False
+        name = algorithm_name(names[0], domain.names()[0])
     run, settings = parse_settings(
-        RunOptions(total_steps=settings.total_steps, anneal=settings.anneal),
+        RunOptions(
+            total_steps=settings.total_steps,
+            anneal=settings.anneal,
+            eval_episodes=domain.num_episodes,
+        ),
         settings,
         ("config", "network", "environment"),
         words[len(names) :],
         prog=" ".join(["jaxpg train", *names, *["ENV"] * (2 - len(names))]),
-        description=f"{name}: {domain_of(names[-1]).algorithms[name].summary}",
+        description=f"{name}: {domain.algorithms[name].summary}",
     )
     settings = dataclasses.replace(settings, anneal=run.anneal)
     with refusing():
@@ -127,6 +140,15 @@ def train(words: list[str]) -> int:
     return run_to_end(spec, algorithm, folder, run, notes=[note], mesh=mesh)
 
 
+def general_settings(algorithm: str) -> tuple[Domain, Preset]:
+    """What the help of an algorithm shows that is asked for without a name to learn on."""
+    name = algorithm.replace("-", "_").lower()
+    one_of("algorithm", name, ALGORITHMS | dict(TOKENS.algorithms))
+    if name in ALGORITHMS:
+        return ENVIRONMENTS, PRESETS[name, "*"]
+    return TOKENS, preset(name, TOKENS.names()[0])
+
+
 def resume(words: list[str], folder: Path) -> int:
     """``jaxpg train --resume RUN [flags]``: a run goes on exactly where it stands."""
     if not words[0].startswith("-"):
@@ -136,7 +158,11 @@ def resume(words: list[str], folder: Path) -> int:
         domain = domain_of(saved.environment)
         per_update = domain.steps_per_update(build(saved), saved.config)
     run, settings = parse_settings(
-        ResumeOptions(resume=folder, total_steps=saved.num_updates * per_update),
+        ResumeOptions(
+            resume=folder,
+            total_steps=saved.num_updates * per_update,
+            eval_episodes=domain.num_episodes,
+        ),
         Preset(config=saved.config, total_steps=0),
         ("config",),
         words,
@@ -164,7 +190,7 @@ def resume(words: list[str], folder: Path) -> int:
         check_unfinished(spec, update, per_update)
     write_config(folder, spec)
     drop_points_after(folder / METRICS, update)
-    notes = [f"goes on after {update * per_update:,} steps of each seed"]
+    notes = [f"goes on after {update * per_update:,} {domain.unit} of each seed"]
     return run_to_end(spec, algorithm, folder, run, states=states, notes=notes, mesh=mesh)
 
 
@@ -191,27 +217,30 @@ def evaluate(words: list[str]) -> int:
     with refusing():
         spec = read_config(options.run)
         algorithm = build(spec)
-        positive_int("episodes", options.episodes)
-        check_evaluation(spec, algorithm, options.episodes)
+        domain = domain_of(spec.environment)
+        episodes = max(100, domain.num_episodes) if options.episodes is None else options.episodes
+        positive_int("episodes", episodes)
+        check_evaluation(spec, algorithm, episodes)
         states = load_states(options.run, spec, algorithm)
         key = None if options.seed is None else jax.random.key(options.seed)
     scores = evaluate_run(
         spec,
         algorithm,
         states,
-        num_episodes=options.episodes,
+        num_episodes=episodes,
         deterministic=not options.sampled,
         key=key,
     )
-    domain = domain_of(spec.environment)
     steps = int(np.asarray(states.update)[0]) * domain.steps_per_update(algorithm, spec.config)
     console = make_console()
     console.print(
         scores_table(
             {"sampled" if options.sampled else "greedy": summarize(scores)},
-            title=f"{spec.algorithm} on {spec.environment} after {steps:,} steps a seed",
+            title=f"{spec.algorithm} on {spec.environment} after {steps:,} {domain.unit} a seed",
             label=domain.score_label,
-            num_episodes=options.episodes,
+            num_episodes=episodes,
+            episode_label=domain.episode_label,
+            digits=domain.digits,
         ),
     )
     failed = int(np.isnan(scores).any(axis=1).sum())
@@ -242,13 +271,20 @@ def list_all(words: list[str]) -> int:
         rows.append([name, shape, note.actions or "?", limit, note.remark])
     columns = ("environment", "observations", "actions", "time limit", "")
     console.print(lines_table(columns, rows, title="environments"))
+    rows = [[name, entry.summary] for name, entry in TOKENS.algorithms.items()]
+    columns = ("algorithm", "what it is")
+    console.print(lines_table(columns, rows, title=f"jaxpg train ALGORITHM {TOKENS_PREFIX}TASK"))
+    rows = [[name, *TASK_NOTES[name.removeprefix(TOKENS_PREFIX)]] for name in TOKENS.names()]
+    columns = ("token task", "prompt → answer", "")
+    title = "token tasks, for a small transformer"
+    console.print(lines_table(columns, rows, title=title))
     return 0
 
 
 COMMANDS = {
     "train": (train, "train ALGORITHM ENV", "many seeds at once, evaluated, with a run folder"),
     "evaluate": (evaluate, "evaluate RUN", "play episodes with the policies of a run"),
-    "list": (list_all, "list", "algorithms and environments, and what each supports"),
+    "list": (list_all, "list", "algorithms, environments and token tasks"),
 }
 """Every command: function, how it is called, what it does."""
 
@@ -275,6 +311,9 @@ TRAIN_USAGE = "\n".join(
         "",
         "ALGORITHM",
         *(f"  {name:<22}{entry.summary}" for name, entry in ALGORITHMS.items()),
+        "",
+        f"ALGORITHM for the token tasks, {TOKENS_PREFIX}...",
+        *(f"  {name:<22}{entry.summary}" for name, entry in TOKENS.algorithms.items()),
         "",
         "ENV: see jaxpg list",
         "",

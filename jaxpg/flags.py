@@ -36,7 +36,7 @@ class RunOptions:
     """How long, how often, and where to."""
 
     total_steps: int
-    """Steps of each seed, rounded up to whole updates."""
+    """Steps of each seed (completions on token tasks), rounded up to whole updates."""
     num_seeds: int = 4
     """Independent runs, trained side by side."""
     seed: int = 0
@@ -44,7 +44,7 @@ class RunOptions:
     anneal: bool = False
     """Let the --annealed settings fall to 0 over the whole run."""
     eval_episodes: int = 32
-    """Episodes of each seed at the end, greedy and again sampled."""
+    """Episodes (prompts on token tasks) of each seed at the end, greedy and again sampled."""
     run_dir: Path | None = None
     """Folder to write; None is runs/ALGORITHM-ENV-TIME."""
     overwrite: Switch = False
@@ -62,9 +62,9 @@ class ResumeOptions:
     resume: Path
     """The run folder to go on in."""
     total_steps: int
-    """Steps of each seed since the start of the run, rounded up to whole updates."""
+    """Steps (or completions) of each seed since the run's start, rounded up to whole updates."""
     eval_episodes: int = 32
-    """Episodes of each seed at the end, greedy and again sampled."""
+    """Episodes (prompts on token tasks) of each seed at the end, greedy and again sampled."""
     devices: int = 1
     """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
     quiet: Switch = False
@@ -77,8 +77,8 @@ class EvaluateOptions:
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
-    episodes: int = 100
-    """Episodes of each seed."""
+    episodes: int | None = None
+    """Episodes of each seed; None is 100, but 500 prompts on a token task."""
     sampled: Switch = False
     """Sample actions, in place of taking the likeliest."""
     seed: int | None = None

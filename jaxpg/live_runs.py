@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
@@ -19,7 +20,7 @@ from jaxpg.aggregates import summarize
 from jaxpg.loggers import CSVLogger
 from jaxpg.registry import domain_of
 from jaxpg.run_folders import CHECKPOINT, METRICS, save_states, write_curve, write_results
-from jaxpg.runs import Point, RunSpec, Trained, evaluate_run, train_run
+from jaxpg.runs import Point, RunSpec, Trained, evaluate_run, seed_keys, train_run
 from jaxpg.terminal import RunDisplay, make_console, scores_table
 from jaxpg.types import TrainState
 
@@ -61,13 +62,23 @@ def run_to_end(
         num_seeds=spec.num_seeds,
         score=domain.score,
         label=domain.score_label,
+        unit=domain.unit,
+        digits=domain.digits,
         quiet=run.quiet,
     )
+    samples = None
+    if domain.samples is not None and not run.quiet:
+        # evaluations at the end fold in 0 and 1
+        key = jax.random.fold_in(seed_keys(spec)[1], 2)
+        samples = domain.samples(algorithm, spec.config, key)
     saved_at = time.monotonic()
 
     def on_point(point: Point, states: TrainState) -> None:
         nonlocal saved_at
-        display.show(point)
+        due = display.show(point)
+        if due and samples is not None:
+            for line in samples(states):
+                say(f"      {line}")
         watch.update(point)
         if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
             save_states(folder, states)
@@ -88,7 +99,9 @@ def run_to_end(
     save_states(folder, trained.states)
     write_curve(folder, spec, trained)
     if trained.update < spec.num_updates and interrupted():
-        say(f"stopped at {trained.steps:,} steps; go on with: jaxpg train --resume {folder}")
+        say(
+            f"stopped at {trained.steps:,} {domain.unit}; go on with: jaxpg train --resume {folder}"
+        )
         return 130
     print_results(console, spec, algorithm, folder, trained, run.eval_episodes)
     return warn(watch, trained, spec)
@@ -103,7 +116,7 @@ def print_results(
     num_episodes: int,
 ) -> None:
     """Evaluates both ways, writes ``results.json`` and prints the table."""
-    label = domain_of(spec.environment).score_label
+    domain = domain_of(spec.environment)
     scores = {
         name: evaluate_run(
             spec, algorithm, trained.states, num_episodes=num_episodes, deterministic=greedy
@@ -112,13 +125,21 @@ def print_results(
     }
     summaries = {name: summarize(x) for name, x in scores.items()}
     write_results(folder, trained, scores, summaries)
-    title = f"{spec.algorithm} on {spec.environment} after {trained.steps:,} steps a seed"
     console.print(
-        scores_table(summaries, title=title, label=label, num_episodes=num_episodes),
+        scores_table(
+            summaries,
+            title=f"{spec.algorithm} on {spec.environment} after {trained.steps:,} "
+            f"{domain.unit} a seed",
+            label=domain.score_label,
+            num_episodes=num_episodes,
+            episode_label=domain.episode_label,
+            digits=domain.digits,
+        )
     )
     speed = trained.steps_run / trained.run_seconds
     console.print(
-        f"{speed:,.0f} steps a second over all seeds: {trained.steps_run:,} steps in "
+        f"{speed:,.0f} {domain.unit} a second over all seeds: "
+        f"{trained.steps_run:,} {domain.unit} in "
         f"{trained.run_seconds:.1f} s, after {trained.compile_seconds:.1f} s of compilation\n"
         f"results, metrics, learning curve and {CHECKPOINT}: {folder}",
         highlight=False,
@@ -147,7 +168,7 @@ def warn(watch: Watch, trained: Trained, spec: RunSpec) -> int:
     if failed:
         print(
             f"jaxpg: {failed} of {spec.num_seeds} seeds diverged: their parameters hold NaN or "
-            f"inf, first seen at {trained.diverged_at:,} steps",
+            f"inf, first seen at {trained.diverged_at:,} {domain_of(spec.environment).unit}",
             file=sys.stderr,
         )
     elif watch.nonfinite > 0:

@@ -1,7 +1,8 @@
 """Floor 5: settings that work, by algorithm and environment.
 
 One readable table, used by the command line for its defaults and by the benchmarks. ``"*"`` is
-the entry of an algorithm for environments without one of their own.
+the entry of an algorithm for environments without one of their own. The settings of token tasks
+stand in `jaxpg.tokens.presets`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from jaxpg.algorithms.off_policy import OffPolicyConfig
 from jaxpg.algorithms.ppo import PPOConfig
 from jaxpg.algorithms.reinforce import ReinforceConfig
 from jaxpg.algorithms.trpo import TRPOConfig
-from jaxpg.registry import EnvironmentOptions, NetworkOptions, algorithm_name, environment_name
+from jaxpg.registry import (
+    TOKENS_PREFIX,
+    EnvironmentOptions,
+    NetworkOptions,
+    algorithm_name,
+    environment_name,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +98,7 @@ def preset(algorithm: str, environment: str) -> Preset:
 
     Args:
         algorithm: as on the command line; dash and underscore are the same.
-        environment: as on the command line.
+        environment: as on the command line; ``tokens/<task>`` is a token task.
 
     Returns:
         The `Preset`.
@@ -105,6 +112,10 @@ def preset(algorithm: str, environment: str) -> Preset:
         (50000, 8)
     """
     name = algorithm_name(algorithm, environment_name(environment))
+    if environment.startswith(TOKENS_PREFIX):
+        from jaxpg.token_domain import token_settings  # which imports `Preset`
+
+        return token_settings(name, environment)
     return PRESETS.get((name, environment)) or PRESETS[name, "*"]
 
 
@@ -125,4 +136,5 @@ def has_preset(algorithm: str, environment: str) -> bool:
         >>> has_preset("ppo", "CartPole-v1"), has_preset("ppo", "Pong-misc")
         (True, False)
     """
-    return (algorithm_name(algorithm, environment_name(environment)), environment) in PRESETS
+    name = algorithm_name(algorithm, environment_name(environment))
+    return environment.startswith(TOKENS_PREFIX) or (name, environment) in PRESETS

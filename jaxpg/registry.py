@@ -1,6 +1,7 @@
 """Floor 5: algorithms, networks and environments by name, for presets and the command line.
 
-Adding an algorithm is one line of `ALGORITHMS`.
+Adding an algorithm is one line of `ALGORITHMS`. Token tasks have their own record, in
+`jaxpg.token_domain`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxpg.types import Algorithm, Env, Key, Policy, TrainState
 class AlgorithmEntry(NamedTuple):
     """What the name of an algorithm stands for."""
 
-    build: Callable[[Env, Policy], Algorithm]
+    build: Callable[..., Any]  # (env, policy), or (task, model) for tokens -> algorithm
     config: type
     summary: str  # one line for `jaxpg list`
     actions: str = "discrete, box"
@@ -159,14 +160,19 @@ _DISTRIBUTIONS = {"diagonal_gaussian": diagonal_gaussian, "tanh_gaussian": tanh_
 class Domain(NamedTuple):
     """What the loop around training must know of what is learned on.
 
-    Environments are one domain; another (sequences of tokens) brings its own functions. Its
-    algorithms need ``init(key, config) -> state``, ``step(state, config) -> (state, info)``, with
-    ``state.params`` and ``state.update``.
+    Environments are one domain; sequences of tokens are another, with functions of its own. The
+    algorithms of a domain need ``init(key, config) -> state``, ``step(state, config) -> (state,
+    info)``, with ``state.params`` and ``state.update``.
     """
 
+    kind: str  # what a name of it names
     step_label: str  # what a budget counts
+    unit: str  # the same in a word
+    episode_label: str  # what an evaluation counts
+    num_episodes: int  # of the evaluation after training, unless told otherwise
     score: str  # the metric that a learning curve shows
     score_label: str
+    digits: int  # of a score that is shown, after the point
     algorithms: Mapping[str, AlgorithmEntry]
     names: Callable[[], Sequence[str]]
     build: Callable[[AlgorithmEntry, str, Any, Any], Any]
@@ -175,8 +181,11 @@ class Domain(NamedTuple):
     """``(algorithm, config) -> `` steps of one seed in one update"""
     metrics: Callable[[dict[str, np.ndarray], int], dict[str, np.ndarray]]
     """``(sums of the infos, number of updates) -> `` what is logged, `score` among it"""
-    evaluate: Callable[[Any, TrainState, Key, int, bool], Array]
-    """``(algorithm, state, key, num_episodes, deterministic) -> scores[num_episodes]``"""
+    evaluate: Callable[[Any, Any, TrainState, Key, int, bool], Array]
+    """``(algorithm, config, state, key, num_episodes, deterministic) -> scores[num_episodes]``"""
+    samples: Callable[[Any, Any, Key], Callable[[TrainState], list[str]]] | None = None
+    """``(algorithm, config, key) -> (states[S] -> lines)``: what the first seed does now, as text
+    that is printed while it trains; None where nothing of it is readable"""
 
 
 def build_on_environment(
@@ -210,16 +219,26 @@ def episode_metrics(sums: dict[str, np.ndarray], num_updates: int) -> dict[str, 
 
 
 def evaluate_on_environment(
-    algorithm: Algorithm, state: TrainState, key: Key, num_episodes: int, deterministic: bool
+    algorithm: Algorithm,
+    config: Any,
+    state: TrainState,
+    key: Key,
+    num_episodes: int,
+    deterministic: bool,
 ) -> Array:
     """`jaxpg.evaluate` with positional settings."""
     return evaluate(algorithm, state, key, num_episodes=num_episodes, deterministic=deterministic)
 
 
 ENVIRONMENTS = Domain(
+    kind="environment",
     step_label="environment steps",
+    unit="steps",
+    episode_label="episodes",
+    num_episodes=32,
     score="episode_return",
     score_label="return",
+    digits=1,
     algorithms=ALGORITHMS,
     names=list_environments,
     build=build_on_environment,
@@ -229,9 +248,34 @@ ENVIRONMENTS = Domain(
 )
 
 
+TOKENS_PREFIX = "tokens/"
+"""How the names of token tasks begin."""
+
+
 def domain_of(name: str) -> Domain:
-    """The domain that a name belongs to."""
-    return ENVIRONMENTS
+    """The domain that a name belongs to: token tasks begin with ``tokens/``.
+
+    Args:
+        name: of an environment or a task; it need not exist.
+
+    Returns:
+        The `Domain`.
+
+    Example:
+        >>> domain_of("CartPole-v1").unit, domain_of("tokens/add-mod-10").unit
+        ('steps', 'completions')
+    """
+    return token_domain() if name.startswith(TOKENS_PREFIX) else ENVIRONMENTS
+
+
+def token_domain() -> Domain:
+    """The domain of token tasks, imported when it is first asked for.
+
+    ``import jaxpg`` imports this module, and has no need of `jaxpg.tokens`.
+    """
+    from jaxpg.token_domain import TOKENS
+
+    return TOKENS
 
 
 def algorithm_name(algorithm: str, environment: str) -> str:
@@ -245,19 +289,28 @@ def algorithm_name(algorithm: str, environment: str) -> str:
         A key of the domain's algorithms.
 
     Raises:
-        ValueError: no such algorithm; the message has the nearest names.
+        ValueError: no such algorithm; the message has the nearest names, or says that it learns
+            on something else.
 
     Example:
         >>> algorithm_name("PPO", "CartPole-v1")
         'ppo'
     """
     spelled = algorithm.replace("-", "_").lower()
-    one_of("algorithm", spelled, domain_of(environment).algorithms)
+    domain = domain_of(environment)
+    if spelled not in domain.algorithms:
+        for other in (ENVIRONMENTS, token_domain()):
+            if spelled in other.algorithms:
+                raise ValueError(
+                    f"{spelled} learns on {other.kind}s such as {other.names()[0]}; "
+                    f"on {environment}: {', '.join(domain.algorithms)}"
+                )
+    one_of("algorithm", spelled, domain.algorithms)
     return spelled
 
 
 def environment_name(name: str) -> str:
-    """`name`, if there is such an environment.
+    """`name`, if there is such an environment or token task.
 
     Raises:
         ValueError: there is none; the message has the nearest names.
@@ -266,5 +319,8 @@ def environment_name(name: str) -> str:
         >>> environment_name("CartPole-v1")
         'CartPole-v1'
     """
-    one_of("environment", name, domain_of(name).names())
+    domain = domain_of(name)
+    if domain is ENVIRONMENTS and TOKENS_PREFIX + name in token_domain().names():
+        raise ValueError(f"unknown environment {name!r}: did you mean {TOKENS_PREFIX}{name}?")
+    one_of(domain.kind, name, domain.names())
     return name

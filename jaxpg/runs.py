@@ -279,7 +279,7 @@ def _evaluator(
     evaluate = domain_of(spec.environment).evaluate
 
     def one_seed(state: TrainState, key: Key) -> tuple[Array, Array]:
-        scores = evaluate(algorithm, state, key, num_episodes, deterministic)
+        scores = evaluate(algorithm, spec.config, state, key, num_episodes, deterministic)
         return scores, has_nonfinite(state.params)
 
     return jax.vmap(one_seed)

@@ -50,6 +50,8 @@ class RunDisplay:
         num_seeds: seeds trained side by side; steps a second count all of them.
         score: name of the metric shown.
         label: what to call it.
+        unit: what a step is called.
+        digits: of the score, after the point.
         quiet: show nothing.
     """
 
@@ -62,8 +64,11 @@ class RunDisplay:
         num_seeds: int,
         score: str,
         label: str,
+        unit: str = "steps",
+        digits: int = 1,
         quiet: bool = False,
     ) -> None:
+        self._unit, self._digits = unit, digits
         self._console, self._quiet = console, quiet
         self._total, self._done, self._num_seeds = total_steps, done, num_seeds
         self._score, self._label = score, label
@@ -72,7 +77,7 @@ class RunDisplay:
         self._live: Progress | None = None
         if console.is_terminal and not quiet:
             self._live = Progress(
-                TextColumn("{task.fields[steps]} steps a seed"),
+                TextColumn(f"{{task.fields[steps]}} {unit} a seed"),
                 BarColumn(),
                 TaskProgressColumn(),
                 TextColumn("{task.fields[speed]}"),
@@ -99,14 +104,14 @@ class RunDisplay:
         if self._live:
             self._live.stop()
 
-    def show(self, point: Point) -> None:
-        """Takes the next point of the run."""
+    def show(self, point: Point) -> bool:
+        """Takes the next point of the run; whether it opens a new tenth of it, or is its end."""
         scores = point.metrics[self._score]
         if not np.isnan(scores).all():
             self._last = float(np.nanmean(scores))
         speed = (point.steps - self._done) * self._num_seeds / max(point.seconds, 1e-9)
-        speed_text = f"{speed:,.0f} steps/s"
-        score_text = f"{self._label} {grouped(self._last)}"
+        speed_text = f"{speed:,.0f} {self._unit}/s"
+        score_text = f"{self._label} {grouped(self._last, self._digits)}"
         if diverged := int(point.metrics["diverged"].sum()):
             score_text += f" ({diverged} diverged)"
         if self._live:
@@ -117,19 +122,26 @@ class RunDisplay:
                 speed=speed_text,
                 score=score_text,
             )
-        elif not self._quiet and (
-            point.steps >= self._total or point.steps >= self._next_line * self._total
-        ):
+        due = point.steps >= self._total or point.steps >= self._next_line * self._total
+        if due:
             self._next_line = int(point.steps / self._total * LINES + 1) / LINES
+        if due and not self._live and not self._quiet:
             self._console.print(
-                f"  {point.steps:>11,} / {self._total:,} steps a seed"
+                f"  {point.steps:>11,} / {self._total:,} {self._unit} a seed"
                 f"  {score_text:>16}  {speed_text}",
                 highlight=False,
             )
+        return due
 
 
 def scores_table(
-    summaries: Mapping[str, Summary], *, title: str, label: str, num_episodes: int
+    summaries: Mapping[str, Summary],
+    *,
+    title: str,
+    label: str,
+    num_episodes: int,
+    episode_label: str = "episodes",
+    digits: int = 1,
 ) -> Table:
     """A row for each way of acting: IQM over seeds, its interval, mean, worst and best seed.
 
@@ -138,17 +150,22 @@ def scores_table(
         title: above the table.
         label: what a score is.
         num_episodes: of each seed.
+        episode_label: what they are.
+        digits: of a score, after the point.
 
     Returns:
         The table.
     """
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column(f"{label} of")
-    for column in ("IQM", "95% interval", "mean", "min", "max", "seeds", "episodes"):
+    for column in ("IQM", "95% interval", "mean", "min", "max", "seeds", episode_label):
         table.add_column(column, justify="right")
     for name, x in summaries.items():
-        interval = "one seed" if x.num_seeds == 1 else f"{grouped(x.low)} … {grouped(x.high)}"
-        cells = (grouped(x.iqm), interval, grouped(x.mean), grouped(x.minimum), grouped(x.maximum))
+        iqm, low, high, mean, minimum, maximum = (
+            grouped(score, digits) for score in (x.iqm, x.low, x.high, x.mean, x.minimum, x.maximum)
+        )
+        interval = "one seed" if x.num_seeds == 1 else f"{low} … {high}"
+        cells = (iqm, interval, mean, minimum, maximum)
         table.add_row(name, *cells, str(x.num_seeds), f"{x.num_seeds} × {num_episodes}")
     return table
 
