@@ -71,7 +71,7 @@ def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         cli.COMMANDS, "evaluate", (lambda words: evaluated.append(words) or 0, "", "")
     )
     monkeypatch.chdir(tmp_path)
-    assert len(commands()) == 7
+    assert len(commands()) == 8
     for command in commands():
         program, *words = command.split()
         assert program in ("jaxpg", ".venv/bin/jaxpg")
