@@ -75,9 +75,10 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ),
     ("ppo", "Pendulum-v1"): Preset(
         PPOConfig(
-            num_envs=8,
-            num_steps=256,
-            learning_rate=5e-4,
+            num_envs=16,
+            num_steps=128,
+            learning_rate=1e-3,
+            max_grad_norm=1.0,
             gamma=0.9,
             num_epochs=10,
             num_minibatches=16,
@@ -85,6 +86,7 @@ PRESETS: dict[tuple[str, str], Preset] = {
             normalize_rewards=True,
         ),
         total_steps=500_000,
+        network=NetworkOptions(activation="relu"),
         anneal=True,
     ),
     # grpo

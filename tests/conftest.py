@@ -45,9 +45,25 @@ def x64() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def quick_compile() -> Iterator[None]:
-    """Compiles with few optimisations while a test that is all compilation runs."""
-    jax.config.update("jax_disable_most_optimizations", True)
+# tests of pure functions compile as users do; the others are nearly all compilation
+FULLY_OPTIMISED = {
+    "test_advantages",
+    "test_distributions",
+    "test_group_advantages",
+    "test_kl",
+    "test_losses",
+    "test_objectives",
+    "test_reductions",
+    "test_returns",
+    "test_rewards",
+    "test_running_statistics",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compile(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles with few optimisations where whole programs are compiled to run for a moment."""
+    quick = request.module.__name__ not in FULLY_OPTIMISED
+    jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

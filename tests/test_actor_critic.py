@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import probe_environments as probes
 import pytest
 from tabular import REWARDS, ring, softmax, table_policy
 
@@ -13,6 +14,7 @@ from jaxpg.algorithms.actor_critic import ActorCriticConfig, actor_critic, expec
 from jaxpg.algorithms.common import collect, current
 from jaxpg.distributions import diagonal_gaussian
 from jaxpg.environments import from_gymnax
+from jaxpg.evaluation import evaluate
 from jaxpg.policies import gru_policy, mlp_policy
 from jaxpg.training import train
 from jaxpg.types import split_key
@@ -234,6 +236,51 @@ def test_action_values_learn_the_rewards_of_a_bandit():
     error = np.abs(np.asarray(params["critic"])[:, :3] - REWARDS[:3])
     assert np.all(error[often] < 0.02), error
     np.testing.assert_array_equal(np.argmax(policy, -1), [[2, 1, 2]] * 3)
+
+
+@pytest.mark.parametrize(
+    ("probe", "settings", "best"),
+    [
+        (probes.multi_discrete, {}, 1.0),
+        (probes.continuous_action, {"normalize_rewards": True}, 0.0),
+        # one of three actions is forbidden: on average (2 + 2 + 1) / 3
+        (probes.action_mask, {"advantage": "action_value", "ent_coef": 0.01}, 5 / 3),
+    ],
+    ids=["multi-discrete", "continuous", "masked-action-values"],
+)
+def test_probes_are_solved(probe, settings, best):
+    env = probe()
+    by_action = "advantage" in settings
+    policy = mlp_policy(env, hidden_sizes=(16,), shared=True, action_values=by_action)
+    algorithm = actor_critic(env, policy)
+    config = ActorCriticConfig(num_envs=32, num_steps=4, learning_rate=1e-2, **settings)
+
+    @jax.jit
+    def run(key):
+        state, _ = train(algorithm, key, config, 200)
+        greedy = evaluate(algorithm, state, key, num_episodes=200)
+        return jnp.mean(greedy), jnp.min(greedy)
+
+    mean, lowest = run(jax.random.key(0))
+    assert float(mean) > best - (0.15 if by_action else 0.02)
+    assert float(lowest) > -1.0  # no forbidden action, which pays -10
+
+
+def test_a_recurrent_policy_remembers_where_a_feed_forward_one_guesses():
+    env = probes.memory()
+
+    def mean_return(policy):
+        algorithm = actor_critic(env, policy)
+        config = ActorCriticConfig(num_envs=32, num_steps=6, learning_rate=1e-2)
+
+        def run(key):
+            state, _ = train(algorithm, key, config, 150)
+            return jnp.mean(evaluate(algorithm, state, key, num_episodes=64))
+
+        return float(jax.jit(run)(jax.random.key(0)))
+
+    assert mean_return(gru_policy(env, hidden_size=8, embed_sizes=())) > 0.9
+    assert mean_return(mlp_policy(env, hidden_sizes=(8,))) < 0.5
 
 
 def optimal_actions(gamma):

@@ -135,7 +135,7 @@ def test_run_folder_holds_what_the_run_follows_from(finished: tuple[Path, Outcom
     assert config["versions"]["jax"] == jax.__version__
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     spec = read_config(folder)
-    assert spec.config.annealed == ("learning_rate",) and spec.num_updates == 6
+    assert spec.config.annealed == ("learning_rate", "clip_epsilon") and spec.num_updates == 6
     states = load_states(folder, spec, build(spec))
     np.testing.assert_array_equal(states.update, [6, 6])
     metrics = read_metrics(folder / "metrics.csv")

@@ -39,8 +39,6 @@ from jaxpg.token_domain import (
 )
 from jaxpg.tokens.presets import ModelOptions, token_preset
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TINY = (
     "train grpo tokens/say-n --num-seeds 2 --num-prompts 4 --group-size 2 --num-epochs 1 "
     "--num-minibatches 1 --d-model 8 --num-layers 1 --num-heads 2 --task-params max_n 2 max_new 4 "

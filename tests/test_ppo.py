@@ -12,8 +12,6 @@ from tabular import ring, table_policy
 
 import jaxpg
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 RING = {"num_envs": 4, "num_steps": 8, "num_epochs": 1, "num_minibatches": 1}
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import probe_environments as probes
 import pytest
 from tabular import REWARDS, ring, softmax, table_policy
 
 from jaxpg.algorithms.common import collect, current
 from jaxpg.algorithms.trpo import TRPOConfig, trpo
 from jaxpg.environments import from_gymnax
+from jaxpg.evaluation import evaluate
 from jaxpg.policies import gru_policy, mlp_policy
 from jaxpg.training import train
 from jaxpg.types import split_key
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SMALL = {"num_envs": 8, "num_steps": 16, "critic_epochs": 2}
 
@@ -205,6 +205,27 @@ def test_shared_and_recurrent_policies_raise_in_init():
     whole = table_policy()._replace(init=lambda key, obs: jnp.zeros((4, 3)))
     with pytest.raises(ValueError, match="trunk"):
         trpo(ring(), whole).init(jax.random.key(0), config)
+
+
+def test_probes_are_solved():
+    """The best continuous action, and the value of a reward of 1 for ever behind time limits."""
+
+    @jax.jit
+    def run(key):
+        env = probes.continuous_action()
+        algorithm = trpo(env, mlp_policy(env, hidden_sizes=(16,)))
+        state, _ = train(algorithm, key, TRPOConfig(**SMALL, max_kl=0.05), 60)
+        action = evaluate(algorithm, state, key, num_episodes=1)
+
+        env = probes.time_limit_only()
+        policy = mlp_policy(env, hidden_sizes=(16,))
+        config = TRPOConfig(num_envs=8, num_steps=16, gamma=0.9, learning_rate=0.01)
+        state, _ = train(trpo(env, policy), key, config, 60)
+        return action, policy.apply(state.params, jnp.zeros((1, 1)))[1]
+
+    action, value = run(jax.random.key(0))
+    assert float(action[0]) > -0.02
+    np.testing.assert_allclose(value, 10.0, rtol=0.05)
 
 
 def test_cartpole_improves_within_few_updates():

@@ -107,6 +107,7 @@ def test_conformance(name, key):
     for field in (*INFO_FIELDS, *ours, *losses):
         assert info[field].shape == () and info[field].dtype == jnp.float32, field
         assert np.isfinite(info[field]), field
+    np.testing.assert_allclose(info["drawn_entropy"], np.log(14), atol=0.1)
     assert float(info["entropy"]) > 2 and float(info["grad_norm"]) > 0
     drawn = 64 * (config.oversample or 1)
     assert float(info["episode_count"]) == drawn and float(info["env_steps"]) == drawn * 5
