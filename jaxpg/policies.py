@@ -339,8 +339,8 @@ def gru_policy(
     def initial_carry(num_envs: int) -> dict[str, Array]:
         return {name: jnp.zeros((num_envs, width), jnp.float32) for name in memories}
 
-    def init(key: Key, *inputs: PyTree) -> PyTree:
-        x, _ = fit.observe(_observations(inputs))
+    def init(key: Key, obs: PyTree) -> PyTree:
+        x, _ = fit.observe(obs)
         return _init(key, networks, x, initial_carry(x.shape[0]))
 
     def apply(params: PyTree, carry: PyTree, obs: PyTree, reset: ArrayLike) -> Any:
@@ -399,8 +399,7 @@ def from_linen(
             distribution=distribution,
         )
 
-    def init(key: Key, *inputs: PyTree) -> PyTree:
-        obs = _observations(inputs)
+    def init(key: Key, obs: PyTree) -> PyTree:
         return parameters(key, initial_carry(jax.tree.leaves(obs)[0].shape[0]), obs)
 
     def apply(params: PyTree, carry: PyTree, obs: PyTree, reset: ArrayLike) -> Any:
@@ -584,11 +583,6 @@ def _rows(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
     if x.ndim < 1 or x.shape[1:] != tuple(shape):
         raise ValueError(f"{name} must be N rows of shape {tuple(shape)}, got shape {x.shape}")
     return x
-
-
-def _observations(inputs: tuple[PyTree, ...]) -> PyTree:
-    """Of ``init(key, obs)`` or ``init(key, carry, obs, reset)``."""
-    return inputs[0] if len(inputs) == 1 else inputs[1]
 
 
 def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -93,9 +93,8 @@ class Distribution(NamedTuple):
 class Policy(NamedTuple):
     """A policy with a critic, as functions: any network library plugs in here.
 
-    Feed-forward (``initial_carry is None``)::
+    ``init(key, obs[N, …]) -> params``, and feed-forward (``initial_carry is None``)::
 
-        init(key, obs[N, …]) -> params
         apply(params, obs[N, …]) -> (dist_params[N, …], value[N])
 
     Recurrent::

@@ -139,7 +139,7 @@ def test_action_values_under_a_recurrent_policy():
         return carry, base.apply(params, obs + 0.0 * carry)
 
     policy = base._replace(
-        init=lambda key, carry, obs, reset: base.init(key, obs),
+        init=base.init,
         apply=apply,
         initial_carry=lambda n: jnp.zeros((n, 1)),
     )

@@ -403,10 +403,6 @@ def test_initialisation_of_gates(key: jax.Array) -> None:
     for name in ("input", "recurrent"):
         for block in jnp.split(torso[name]["kernel"], 3, axis=1):
             assert_orthogonal(block, 1.0)
-    # init takes the observations, or all that apply takes
-    both = [(obs_of(),), (policy.initial_carry(N), obs_of(), jnp.ones(N, bool))]
-    shapes = [jax.eval_shape(policy.init, key, *inputs) for inputs in both]
-    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("shared", [False, True])

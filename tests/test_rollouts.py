@@ -70,7 +70,7 @@ def _recurrent_apply(params, carry, obs, reset):
 
 
 RECURRENT = Policy(
-    init=lambda key, carry, obs, reset: {},
+    init=lambda key, obs: {},
     apply=_recurrent_apply,
     distribution=bernoulli(),
     initial_carry=lambda num_envs: jnp.zeros(num_envs),

@@ -195,10 +195,7 @@ def init_state(
     check_config(config)
     names = split_key(as_key(key), "params", "envs", "run")
     runner = init_runner(names["envs"], env, policy, config.num_envs)
-    if policy.initial_carry is None:
-        params = policy.init(names["params"], runner.obs)
-    else:
-        params = policy.init(names["params"], runner.carry, runner.obs, runner.reset)
+    params = policy.init(names["params"], runner.obs)
     numbers = current(config, jnp.zeros((), jnp.int32))
     if init_opt_state is None:
         opt_state = optimizer(numbers).init(params)
