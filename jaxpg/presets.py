@@ -40,11 +40,41 @@ PRESETS: dict[tuple[str, str], Preset] = {
     # reinforce
     ("reinforce", "*"): Preset(ReinforceConfig(baseline="value"), total_steps=500_000),
     # actor_critic
-    ("actor_critic", "*"): Preset(ActorCriticConfig(), total_steps=500_000, anneal=True),
+    ("actor_critic", "*"): Preset(
+        ActorCriticConfig(learning_rate=1e-3, gae_lambda=0.95), total_steps=500_000, anneal=True
+    ),
+    ("actor_critic", "CartPole-v1"): Preset(
+        ActorCriticConfig(num_envs=16, num_steps=8, learning_rate=2e-3),
+        total_steps=500_000,
+        anneal=True,
+    ),
+    ("actor_critic", "Acrobot-v1"): Preset(
+        ActorCriticConfig(num_envs=16, num_steps=8, learning_rate=2e-3, gae_lambda=0.95),
+        total_steps=500_000,
+        anneal=True,
+    ),
+    ("actor_critic", "Pendulum-v1"): Preset(
+        ActorCriticConfig(
+            num_envs=8,
+            num_steps=8,
+            learning_rate=1e-3,
+            gamma=0.9,
+            gae_lambda=0.9,
+            normalize_rewards=True,
+        ),
+        total_steps=1_000_000,
+        anneal=True,
+    ),
     # off_policy
     ("off_policy", "*"): Preset(OffPolicyConfig(num_envs=16, num_steps=32), total_steps=500_000),
     # trpo
     ("trpo", "*"): Preset(TRPOConfig(num_envs=16, num_steps=128), total_steps=300_000),
+    ("trpo", "CartPole-v1"): Preset(TRPOConfig(num_envs=8, num_steps=128), total_steps=100_000),
+    ("trpo", "Acrobot-v1"): Preset(TRPOConfig(num_envs=8, num_steps=128), total_steps=300_000),
+    ("trpo", "Pendulum-v1"): Preset(
+        TRPOConfig(num_envs=8, num_steps=256, gamma=0.95, normalize_rewards=True),
+        total_steps=500_000,
+    ),
     # ppo
     ("ppo", "*"): Preset(PPOConfig(num_envs=16, num_steps=128), total_steps=500_000, anneal=True),
     ("ppo", "CartPole-v1"): Preset(
