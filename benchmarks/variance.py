@@ -9,6 +9,7 @@ episode against sequential REINFORCE, learning on the same budget of environment
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,47 +39,55 @@ def sgd(config: Any) -> optax.GradientTransformation:
     return optax.sgd(config.learning_rate)
 
 
-def trained(env: jaxpg.Env, policy: jaxpg.Policy, num_updates: int, num_envs: int) -> TrainState:
-    """A policy on its way, with a critic that knows its values."""
-    algorithm = jaxpg.reinforce(env, policy)
+def critic_alone(config: Any) -> optax.GradientTransformation:
+    """Adam on the critic, while the actor stands still."""
+    parts = {"actor": optax.set_to_zero(), "critic": optax.adam(config.learning_rate)}
+    return optax.multi_transform(parts, {"actor": "actor", "critic": "critic"})
+
+
+def train_parts(
+    env: jaxpg.Env, policy: jaxpg.Policy, num_updates: int, num_fits: int, num_envs: int
+) -> TrainState:
+    """A policy on its way, then a critic fitted to it while it waits."""
     config = jaxpg.ReinforceConfig(
         num_envs=num_envs,
         episodes="first",
         baseline="value",
         learning_rate=3e-3,
         normalize_advantages=True,
-        vf_coef=1.0,
         max_grad_norm=None,
     )
     run = jax.jit(jaxpg.train, static_argnums=(0, 3))
-    return run(algorithm, jax.random.key(0), config, num_updates)[0]
+    state, _ = run(jaxpg.reinforce(env, policy), jax.random.key(0), config, num_updates)
+    fitting = jaxpg.reinforce(env, policy, critic_alone)
+    fresh = fitting.init(jax.random.key(5), config)._replace(params=state.params)
+    return run(fitting, None, config, num_fits, state=fresh)[0]
 
 
-def gradients(
-    env: jaxpg.Env,
-    policy: jaxpg.Policy,
-    params: Any,
-    settings: dict[str, Any],
-    *,
-    num_envs: int,
-    num_batches: int,
-) -> Array:
-    """``[num_batches, parameters of the actor]``: the gradient at `params` from each batch."""
+def gradient_function(
+    env: jaxpg.Env, policy: jaxpg.Policy, settings: dict[str, Any], num_envs: int, num_batches: int
+) -> Callable[[Any], Array]:
+    """``params -> [num_batches, parameters of the actor]``: the gradient from each batch."""
     algorithm = jaxpg.reinforce(env, policy, sgd)
     # first episodes alone: an episode that is counted only if it is short would bias the gradient
     config = jaxpg.ReinforceConfig(num_envs=num_envs, episodes="first", **settings)
     still, moving = (config.replace(learning_rate=rate) for rate in (0.0, 1.0))
-    state = algorithm.init(jax.random.key(1), still)._replace(params=params)
-    # a moving average needs a past; at a learning rate of 0 it is this policy's
-    state, _ = jax.jit(jaxpg.train, static_argnums=(0, 3))(algorithm, None, still, 20, state=state)
-    before = ravel_pytree(params["actor"])[0]
 
     @jax.jit
-    def one(key: Array) -> Array:
-        after, _ = algorithm.step(state._replace(key=key), moving)
-        return before - ravel_pytree(after.params["actor"])[0]
+    def estimate(params: Any) -> Array:
+        state = algorithm.init(jax.random.key(1), still)._replace(params=params)
+        if config.baseline == "ema":
+            # a moving average needs a past; at a learning rate of 0 it is this policy's
+            state, _ = jaxpg.train(algorithm, None, still, 20, state=state)
+        before = ravel_pytree(params["actor"])[0]
 
-    return jax.lax.map(one, jax.random.split(jax.random.key(2), num_batches), batch_size=8)
+        def one(key: Array) -> Array:
+            after, _ = algorithm.step(state._replace(key=key), moving)
+            return before - ravel_pytree(after.params["actor"])[0]
+
+        return jax.lax.map(one, jax.random.split(jax.random.key(2), num_batches), batch_size=16)
+
+    return estimate
 
 
 def describe(name: str, grads: Array, best: Array) -> dict[str, Any]:
@@ -96,24 +105,21 @@ def measure_variance(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every estimator at every phase of learning."""
     env = jaxpg.from_gymnax(args.environment)
     policy = jaxpg.mlp_policy(env)
+    estimators = {
+        name: gradient_function(env, policy, settings, args.envs, args.batches)
+        for name, settings in ESTIMATORS.items()
+    }
     rows = []
     for num_updates in args.phases:
-        state = trained(env, policy, num_updates, args.envs)
-        algorithm = jaxpg.reinforce(env, policy)
+        state = train_parts(env, policy, num_updates, args.fits, args.envs)
         returns = jaxpg.evaluate(
-            algorithm, state, jax.random.key(3), num_episodes=64, deterministic=False
+            jaxpg.reinforce(env, policy),
+            state,
+            jax.random.key(3),
+            num_episodes=64,
+            deterministic=False,
         )
-        found = {
-            name: gradients(
-                env,
-                policy,
-                state.params,
-                settings,
-                num_envs=args.envs,
-                num_batches=args.batches,
-            )
-            for name, settings in ESTIMATORS.items()
-        }
+        found = {name: estimate(state.params) for name, estimate in estimators.items()}
         phase = {"updates before": num_updates, "return": float(returns.mean())}
         best = found["to go, value function"]
         described = [describe(name, grads, best) for name, grads in found.items()]
@@ -142,7 +148,7 @@ def measure_forms(args: argparse.Namespace) -> list[dict[str, Any]]:
     algorithm = jaxpg.reinforce(env, jaxpg.mlp_policy(env))
     rows = []
     for form in FORMS:
-        for rate in args.learning_rates:
+        for rate in getattr(args, f"{form}_rates"):
             config = jaxpg.ReinforceConfig(
                 num_envs=4,
                 form=form,
@@ -223,11 +229,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.variance", description=__doc__)
     parser.add_argument("--environment", default="CartPole-v1")
     parser.add_argument("--phases", nargs="+", type=int, default=[10, 60], help="updates before")
+    parser.add_argument("--fits", type=int, default=500, help="updates of the critic alone")
     parser.add_argument("--envs", type=int, default=8, help="episodes in a batch")
     parser.add_argument("--batches", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200_000, help="of each seed, second part")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-3, 3e-3])
+    parser.add_argument("--episode-rates", nargs="+", type=float, default=[1e-3, 3e-3])
+    parser.add_argument("--sequential-rates", nargs="+", type=float, default=[1e-5, 3e-5])
     parser.add_argument("--output", type=Path, default=RESULTS / "variance")
     args = parser.parse_args(argv)
     variances, forms = measure_variance(args), measure_forms(args)
