@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PANELS = (
     ("exact", "greedy, exact"),
     ("train_mixed_share", "groups with unequal scores"),
-    ("train_entropy", "entropy of a token, nats"),
+    ("train_drawn_entropy", "entropy of a token, nats"),
     ("train_clip_fraction_low", "clipped below"),
     ("train_clip_fraction_high", "clipped above"),
 )
@@ -63,6 +63,8 @@ def target_rows(results: dict[str, Any], targets: Sequence[Target]) -> list[dict
         x = start_and_end(run)
         config = run["settings"]["config"]
         size = f"{config['num_prompts']} × {config['group_size']}"
+        if config["oversample"]:
+            size += f" (of {config['num_prompts'] * config['oversample']} groups drawn)"
         rows.append(
             {
                 "task": f"{target.letter} {target.task}",
@@ -88,7 +90,8 @@ def comparison_rows(
         run = results["runs"].get(f"{task}/{name}")
         if run is None:
             continue
-        metrics = metrics_of(run)
+        metrics, config = metrics_of(run), run["settings"]["config"]
+        drawn = config["num_prompts"] * config["group_size"] * (config["oversample"] or 1)
         exact = metrics["exact"]
         updates = updates_of(run, exact)
         reached = np.where(
@@ -98,11 +101,12 @@ def comparison_rows(
         rows.append(
             {
                 "algorithm": name,
+                "drawn an update": f"{drawn}",
                 "exact, end": _interval(exact[:, -1]),
                 "updates to 0.9 (median)": f"{median:.0f}" if np.isfinite(median) else "–",
                 "mixed groups": f"{metrics['train_mixed_share'].mean():.2f}",
                 "kept groups": f"{metrics['train_kept_share'].mean():.2f}",
-                "entropy, end": f"{metrics['train_entropy'][:, -1].mean():.3f}",
+                "entropy, end": f"{metrics['train_drawn_entropy'][:, -1].mean():.3f}",
                 "clipped low": f"{metrics['train_clip_fraction_low'].mean():.4f}",
                 "clipped high": f"{metrics['train_clip_fraction_high'].mean():.4f}",
                 "seconds a seed": f"{run['run_seconds'] / len(exact):.0f}",

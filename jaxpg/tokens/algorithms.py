@@ -103,9 +103,10 @@ def grpo(
         A `TokenAlgorithm`. ``init(key, config, params=None)`` takes parameters from a warm-up;
         with ``kl_coef`` on they are also the reference policy. The info of ``step`` holds, beside
         `jaxpg.algorithms.common.INFO_FIELDS` (a completion is an episode there, a token a step):
-        ``score``, ``exact``, ``reward``, ``mean_length``, ``eos_rate`` over all completions drawn,
-        ``mixed_share`` of the groups drawn, ``kept_share`` of the batch's groups, and the metrics
-        of the loss, ``clip_fraction_low`` and ``clip_fraction_high`` among them.
+        ``score``, ``exact``, ``reward``, ``mean_length``, ``eos_rate``, ``drawn_entropy`` over all
+        completions drawn, ``mixed_share`` of the groups drawn, ``kept_share`` of the batch's
+        groups, and the metrics of the loss on what trains: ``entropy``, ``approx_kl``,
+        ``clip_fraction_low``, ``clip_fraction_high`` and so on.
 
     Raises:
         ValueError: from ``init``, sizes or numbers that cannot work together.
@@ -158,11 +159,11 @@ def grpo(
         batch = (groups, advantages(groups, config))
 
         def loss_fn(params: PyTree, batch: tuple[Groups, Array]) -> tuple[Array, Info]:
-            groups, advantages = batch
+            groups, advantage = batch
             log_probs, entropies = group_log_probs(
                 model, params, groups, temperature=config.temperature
             )
-            value, metrics = loss(log_probs, groups, advantages, config)
+            value, metrics = loss(log_probs, groups, advantage, config)
             entropy = masked_mean(entropies, groups.mask)
             if config.ent_coef is not None:
                 value = value - config.ent_coef * entropy

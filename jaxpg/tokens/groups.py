@@ -133,8 +133,9 @@ def sample_groups(
 
     Returns:
         ``(groups, info)``, info over **all** completions drawn: ``score``, ``exact`` (share with
-        score 1), ``reward``, ``mean_length``, ``eos_rate``, ``mixed_share`` (of the groups
-        drawn), ``kept_share`` (of the batch's groups, those that train), and counts and sums.
+        score 1), ``reward``, ``mean_length``, ``eos_rate``, ``drawn_entropy`` (nats a token),
+        ``mixed_share`` (of the groups drawn), ``kept_share`` (of the batch's groups, those that
+        train), and counts and sums.
 
     Raises:
         ValueError: a task whose arrays do not have the shapes it promises.
@@ -186,6 +187,8 @@ def sample_groups(
         "reward": masked_mean(flat_rewards, scored),
         "mean_length": jnp.mean(length),
         "length_sum": jnp.sum(length),
+        # E[−log π] is the entropy; that of the loss sees only what dynamic sampling keeps
+        "drawn_entropy": -masked_mean(completions.log_probs, completions.mask),
         "eos_rate": jnp.mean(completions.finished.astype(jnp.float32)),
         "mixed_share": jnp.mean(mixed.astype(jnp.float32)),
         "kept_share": jnp.mean(kept.astype(jnp.float32)),

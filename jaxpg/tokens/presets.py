@@ -73,10 +73,10 @@ _BY_TASK: dict[str, _TaskSettings] = {
         {"num_prompts": 128, "num_minibatches": 4, "learning_rate": 5e-4, "oversample": 2},
         WarmUpOptions(num_steps=360),
     ),
-    "copy": _TaskSettings(450, {"ent_coef": 0.02}),
-    "reverse": _TaskSettings(450, {"ent_coef": 0.02}),
+    "copy": _TaskSettings(600, {"ent_coef": 0.02}),
+    "reverse": _TaskSettings(600, {"ent_coef": 0.02}),
     "say-n": _TaskSettings(300, {"ent_coef": 0.02, "overlong_cache": 4.0}),
-    "sort": _TaskSettings(450, {"ent_coef": 0.02}),
+    "sort": _TaskSettings(600, {"ent_coef": 0.02}),
 }
 # Policies of this size move far in one update, ε of 3e-4 would stop nearly every sequence.
 _BY_ALGORITHM: dict[str, dict[str, Any]] = {
