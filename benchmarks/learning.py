@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import time
@@ -88,7 +89,7 @@ def settings(row: Row) -> tuple[Preset, int]:
 
 
 def run(row: Row, num_seeds: int, num_episodes: int, seed: int) -> dict[str, Any]:
-    """Trains and evaluates one row; the curve has at most 100 points."""
+    """Trains and evaluates one row; the curve has at most 50 points."""
     chosen, num_updates = settings(row)
     env = make_environment(row.environment, chosen.environment)
     algorithm = ALGORITHMS[row.algorithm].build(env, make_policy(env, chosen.network))
@@ -108,10 +109,12 @@ def run(row: Row, num_seeds: int, num_episodes: int, seed: int) -> dict[str, Any
     greedy, sampled, infos = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(keys))
     seconds = time.perf_counter() - begin
     summary = jaxpg.summarize(greedy)
-    pieces = np.array_split(np.arange(num_updates), min(100, num_updates))
+    pieces = np.array_split(np.arange(num_updates), min(50, num_updates))
     sums = [infos["episode_return_sum"][:, piece].sum(1) for piece in pieces]
     counts = [infos["episode_count"][:, piece].sum(1) for piece in pieces]
     curve = np.where(np.asarray(counts) > 0, np.asarray(sums) / np.maximum(counts, 1), np.nan)
+    for earlier, later in itertools.pairwise(curve):  # no episode ended: what was seen last
+        np.copyto(later, earlier, where=np.isnan(later))
     steps = chosen.config.num_envs * (chosen.config.num_steps or env.time_limit)
     return {
         "name": row.name,
@@ -172,6 +175,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
             if result["environment"] == name:
                 axes.plot(result["curve_steps"], result["curve_iqm"], label=result["name"])
         axes.set_title(name)
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(3, 3))
         axes.set_xlabel("environment steps of each seed")
         axes.set_ylabel("return while training (IQM over seeds)")
         axes.legend(fontsize=7)
