@@ -266,21 +266,18 @@ def test_probes_are_solved(probe, settings, best):
     assert float(lowest) > -1.0  # no forbidden action, which pays -10
 
 
-def test_a_recurrent_policy_remembers_where_a_feed_forward_one_guesses():
+def test_a_recurrent_policy_remembers():
+    """Without memory no policy earns more than 0 on this probe."""
     env = probes.memory()
+    algorithm = actor_critic(env, gru_policy(env, hidden_size=8, embed_sizes=()))
+    config = ActorCriticConfig(num_envs=32, num_steps=6, learning_rate=1e-2)
 
-    def mean_return(policy):
-        algorithm = actor_critic(env, policy)
-        config = ActorCriticConfig(num_envs=32, num_steps=6, learning_rate=1e-2)
+    @jax.jit
+    def run(key):
+        state, _ = train(algorithm, key, config, 150)
+        return jnp.mean(evaluate(algorithm, state, key, num_episodes=64))
 
-        def run(key):
-            state, _ = train(algorithm, key, config, 150)
-            return jnp.mean(evaluate(algorithm, state, key, num_episodes=64))
-
-        return float(jax.jit(run)(jax.random.key(0)))
-
-    assert mean_return(gru_policy(env, hidden_size=8, embed_sizes=())) > 0.9
-    assert mean_return(mlp_policy(env, hidden_sizes=(8,))) < 0.5
+    assert float(run(jax.random.key(0))) > 0.9
 
 
 def optimal_actions(gamma):

@@ -6,7 +6,7 @@ divergence, checked by a line search; the critic is fitted apart from it, by its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -242,7 +242,7 @@ def trpo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
 
 def check_separate(params: PyTree) -> None:
     """`ValueError` unless the parameters are an actor and a critic and nothing else."""
-    found = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+    found = sorted(params) if isinstance(params, dict) else type(params).__name__
     if found != ["actor", "critic"]:
         raise ValueError(
             "trpo needs params = {'actor': …, 'critic': …} without a shared trunk "
