@@ -38,7 +38,39 @@ class Preset:
 
 PRESETS: dict[tuple[str, str], Preset] = {
     # reinforce
-    ("reinforce", "*"): Preset(ReinforceConfig(baseline="value"), total_steps=500_000),
+    ("reinforce", "*"): Preset(
+        ReinforceConfig(
+            num_envs=4,
+            learning_rate=3e-3,
+            baseline="value",
+            bootstrap=True,
+            normalize_advantages=True,
+        ),
+        total_steps=1_000_000,
+        anneal=True,
+    ),
+    ("reinforce", "CartPole-v1"): Preset(
+        ReinforceConfig(
+            num_envs=4,
+            learning_rate=5e-3,
+            baseline="value",
+            bootstrap=True,
+            normalize_advantages=True,
+        ),
+        total_steps=500_000,
+        anneal=True,
+    ),
+    ("reinforce", "Acrobot-v1"): Preset(
+        ReinforceConfig(
+            num_envs=2,
+            learning_rate=2e-3,
+            baseline="value",
+            bootstrap=True,
+            normalize_advantages=True,
+        ),
+        total_steps=1_000_000,
+        anneal=True,
+    ),
     # actor_critic
     ("actor_critic", "*"): Preset(
         ActorCriticConfig(learning_rate=1e-3, gae_lambda=0.95), total_steps=500_000, anneal=True
@@ -120,7 +152,16 @@ PRESETS: dict[tuple[str, str], Preset] = {
         anneal=True,
     ),
     # grpo
-    ("grpo", "*"): Preset(GRPOConfig(), total_steps=500_000),
+    ("grpo", "*"): Preset(
+        GRPOConfig(num_envs=16, learning_rate=1e-3, form="per_step"),
+        total_steps=1_000_000,
+        anneal=True,
+    ),
+    ("grpo", "CartPole-v1"): Preset(
+        GRPOConfig(num_envs=16, learning_rate=1e-3, form="per_step"),
+        total_steps=500_000,
+        anneal=True,
+    ),
 }
 """The table: ``(algorithm, environment)`` to `Preset`."""
 
