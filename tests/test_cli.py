@@ -341,7 +341,7 @@ PPO = "train ppo CartPole-v1"
             f"{PPO} --num-envs 3 --num-steps 5 --num-minibatches 2",
             "num_minibatches=2 does not divide num_envs × num_steps=15",
         ),
-        ("train grpo CartPole-v1 --group-size 7", "group_size=7 does not divide num_envs=64"),
+        ("train grpo CartPole-v1 --group-size 7", "group_size=7 does not divide num_envs="),
         ("train ppo Pendulum-v1 --network cnn", "cnn_policy needs observations [H, W, C]"),
         ("train trpo CartPole-v1 --network gru", "trpo needs a feed-forward network, got"),
         (f"{PPO} --kernel 3", "a network of kind 'mlp' has no kernel, got 3"),
