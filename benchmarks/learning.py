@@ -39,6 +39,13 @@ class Row(NamedTuple):
 
 
 ADAPTIVE = {"kl_coef": 1.0, "kl_target": 0.01, "annealed": ("learning_rate",)}
+NO_BASELINE = {
+    "baseline": "none",
+    "bootstrap": False,
+    "normalize_advantages": False,  # which subtracts a mean
+    "num_envs": 2,
+    "learning_rate": 1e-3,
+}
 
 ROWS = (
     Row("ppo clipped", "ppo", "CartPole-v1", 50_000, 490),
@@ -56,11 +63,9 @@ ROWS = (
     Row("reinforce, value baseline", "reinforce", "CartPole-v1", 500_000, 480),
     Row("reinforce, value baseline", "reinforce", "Acrobot-v1", 1_000_000, -100),
     Row("reinforce, value baseline", "reinforce", "Pendulum-v1", 1_000_000),
-    Row("reinforce, no baseline", "reinforce", "CartPole-v1", 500_000, 400, {"baseline": "none"}),
-    Row("reinforce, no baseline", "reinforce", "Acrobot-v1", 1_000_000, None, {"baseline": "none"}),
-    Row(
-        "reinforce, no baseline", "reinforce", "Pendulum-v1", 1_000_000, None, {"baseline": "none"}
-    ),
+    Row("reinforce, no baseline", "reinforce", "CartPole-v1", 500_000, 400, NO_BASELINE),
+    Row("reinforce, no baseline", "reinforce", "Acrobot-v1", 1_000_000, None, NO_BASELINE),
+    Row("reinforce, no baseline", "reinforce", "Pendulum-v1", 1_000_000, None, NO_BASELINE),
     Row("grpo", "grpo", "CartPole-v1", 500_000, 480),
     Row("grpo", "grpo", "Acrobot-v1", 1_000_000, -100),
     Row("grpo", "grpo", "Pendulum-v1", 1_000_000),

@@ -71,6 +71,21 @@ PRESETS: dict[tuple[str, str], Preset] = {
         total_steps=1_000_000,
         anneal=True,
     ),
+    ("reinforce", "Pendulum-v1"): Preset(
+        ReinforceConfig(
+            num_envs=8,
+            learning_rate=5e-3,
+            gamma=0.9,
+            baseline="value",
+            bootstrap=True,
+            normalize_advantages=True,
+            normalize_obs=True,
+            normalize_rewards=True,
+        ),
+        total_steps=1_000_000,
+        network=NetworkOptions(activation="relu"),
+        anneal=True,
+    ),
     # actor_critic
     ("actor_critic", "*"): Preset(
         ActorCriticConfig(learning_rate=1e-3, gae_lambda=0.95), total_steps=500_000, anneal=True
@@ -98,7 +113,59 @@ PRESETS: dict[tuple[str, str], Preset] = {
         anneal=True,
     ),
     # off_policy
-    ("off_policy", "*"): Preset(OffPolicyConfig(num_envs=16, num_steps=32), total_steps=500_000),
+    ("off_policy", "*"): Preset(
+        OffPolicyConfig(
+            lag=4,
+            num_envs=16,
+            num_steps=32,
+            learning_rate=1e-3,
+            trace_lambda=0.95,
+            ent_coef=0.01,
+            normalize_rewards=True,
+        ),
+        total_steps=500_000,
+        anneal=True,
+    ),
+    ("off_policy", "CartPole-v1"): Preset(
+        OffPolicyConfig(
+            lag=4,
+            num_envs=16,
+            num_steps=32,
+            learning_rate=2e-3,
+            trace_lambda=0.95,
+            ent_coef=0.01,
+            normalize_rewards=True,
+        ),
+        total_steps=500_000,
+        anneal=True,
+    ),
+    ("off_policy", "Acrobot-v1"): Preset(
+        OffPolicyConfig(
+            lag=4,
+            num_envs=16,
+            num_steps=32,
+            learning_rate=2e-3,
+            trace_lambda=0.95,
+            ent_coef=0.01,
+            normalize_obs=True,
+            normalize_rewards=True,
+        ),
+        total_steps=500_000,
+        anneal=True,
+    ),
+    ("off_policy", "Pendulum-v1"): Preset(
+        OffPolicyConfig(
+            lag=4,
+            num_envs=8,
+            num_steps=8,
+            learning_rate=1e-3,
+            gamma=0.9,
+            trace_lambda=0.9,
+            normalize_rewards=True,
+        ),
+        total_steps=1_000_000,
+        anneal=True,
+    ),
     # trpo
     ("trpo", "*"): Preset(TRPOConfig(num_envs=16, num_steps=128), total_steps=300_000),
     ("trpo", "CartPole-v1"): Preset(TRPOConfig(num_envs=8, num_steps=128), total_steps=100_000),
@@ -160,6 +227,16 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ("grpo", "CartPole-v1"): Preset(
         GRPOConfig(num_envs=16, learning_rate=1e-3, form="per_step"),
         total_steps=500_000,
+        anneal=True,
+    ),
+    ("grpo", "Acrobot-v1"): Preset(
+        GRPOConfig(num_envs=16, learning_rate=1e-3, form="per_step"),
+        total_steps=1_000_000,
+        anneal=True,
+    ),
+    ("grpo", "Pendulum-v1"): Preset(
+        GRPOConfig(num_envs=16, learning_rate=1e-3, gamma=0.95, form="per_step"),
+        total_steps=1_000_000,
         anneal=True,
     ),
 }

@@ -178,7 +178,10 @@ def test_shapes_dtypes_and_vmap(name: str, key: jax.Array) -> None:
     sample = jax.jit(family.sample)
     together = jax.vmap(sample)(keys, p)
     apart = [sample(keys[i], jax.tree.map(lambda a, i=i: a[i], p)) for i in range(4)]
-    np.testing.assert_array_equal(together, jnp.stack(apart))
+    if name.endswith("gaussian"):  # a + b * c may be one instruction in one program, two in another
+        np.testing.assert_allclose(together, jnp.stack(apart), rtol=1e-6, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(together, jnp.stack(apart))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
