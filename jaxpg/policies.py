@@ -65,6 +65,7 @@ from jaxpg._networks import (
     LogitsHead,
     Recurrent,
     ValueHead,
+    draw_kernels,
     product_in,
     split_last,
 )
@@ -86,7 +87,6 @@ from jaxpg.types import (
     Policy,
     PyTree,
     Space,
-    split_key,
 )
 
 Activation = str | Callable[[Array], Array]
@@ -609,11 +609,10 @@ def _networks(fit: _Fit, torso: Callable[[], nn.Module], shared: bool) -> dict[s
 
 
 def _init(key: Key, networks: dict[str, nn.Module], x: Array, carry: PyTree) -> PyTree:
-    keys = split_key(key, *networks)
     params = {}
 
     def add(name: str, *inputs: PyTree) -> None:
-        params[name] = networks[name].init(keys[name], *inputs).get("params", {})
+        params[name] = networks[name].init(key, *inputs).get("params", {})
 
     if "trunk" in networks:
         add("trunk", x, carry.get("trunk", ()))
@@ -623,7 +622,7 @@ def _init(key: Key, networks: dict[str, nn.Module], x: Array, carry: PyTree) -> 
     else:
         add("actor", x, carry.get("actor", ()))
         add("critic", x, carry.get("critic", ()))
-    return params
+    return draw_kernels(key, params)
 
 
 def _run(
