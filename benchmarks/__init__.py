@@ -1,1 +1,5 @@
 """Commands that measure: learning, speed, gradients. Each writes its results beside its name."""
+
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxpg
-from benchmarks.timing import RESULTS, machine, markdown_table, write_json
+from benchmarks import RESULTS
+from jaxpg.timing import machine, markdown_table, write_json
 
 UNROLL = (1, 4, 8, 16)
 

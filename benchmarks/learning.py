@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxpg
-from benchmarks.timing import RESULTS, machine, markdown_table, write_json
+from benchmarks import RESULTS
 from jaxpg.presets import Preset, preset
 from jaxpg.registry import ALGORITHMS, make_environment, make_policy
+from jaxpg.timing import machine, markdown_table, write_json
 
 
 class Row(NamedTuple):
@@ -35,6 +37,8 @@ class Row(NamedTuple):
     target: float | None = None  # None is reported only
     changes: dict[str, Any] = {}  # noqa: RUF012
     network: dict[str, Any] = {}  # noqa: RUF012
+    env_params: dict[str, Any] = {}  # noqa: RUF012
+    limit_ends: bool = False  # time limits taken for ends of episodes, which they are not
     num_seeds: int = 10
 
 
@@ -46,6 +50,9 @@ NO_BASELINE = {
     "num_envs": 2,
     "learning_rate": 1e-3,
 }
+
+CHAIN = {"memory_length": 10}
+FAR_SIGHTED = {"gamma": 0.99}
 
 ROWS = (
     Row("ppo clipped", "ppo", "CartPole-v1", 50_000, 490),
@@ -71,7 +78,27 @@ ROWS = (
     Row("grpo", "grpo", "Pendulum-v1", 1_000_000),
     Row("ppo clipped, 1M", "ppo", "Pendulum-v1", 1_000_000, -250),
     Row("ppo clipped, 200k", "ppo", "CartPole-v1", 200_000, 475),
+    Row("ppo, gamma 0.99", "ppo", "Pendulum-v1", 500_000, None, FAR_SIGHTED),
+    Row(
+        "ppo, gamma 0.99, limit as end",
+        "ppo",
+        "Pendulum-v1",
+        500_000,
+        None,
+        FAR_SIGHTED,
+        limit_ends=True,
+    ),
+    Row("ppo, gru", "ppo", "MemoryChain-bsuite", 500_000, 0.95, {}, {"network": "gru"}, CHAIN),
+    Row("ppo, mlp", "ppo", "MemoryChain-bsuite", 500_000, None, {}, {}, CHAIN),
+    Row("ppo, cnn", "ppo", "Breakout-MinAtar", 2_000_000, 10, num_seeds=3),
 )
+LONG_ROWS = (  # for an accelerator; targets are the returns that gymnax publishes
+    Row("ppo, cnn, 10M", "ppo", "Breakout-MinAtar", 10_000_000, 28),
+    Row("ppo, cnn, 10M", "ppo", "Asterix-MinAtar", 10_000_000, 15),
+    Row("ppo, cnn, 10M", "ppo", "Freeway-MinAtar", 10_000_000, 58),
+    Row("ppo, cnn, 10M", "ppo", "SpaceInvaders-MinAtar", 10_000_000, 131),
+)
+TRUNCATION = ("ppo, gamma 0.99", "ppo, gamma 0.99, limit as end")  # have a picture of their own
 
 
 def slug(row: Row) -> str:
@@ -80,23 +107,39 @@ def slug(row: Row) -> str:
     return re.sub(r"[^a-z0-9]+", "-", words).strip("-")
 
 
-def settings(row: Row) -> tuple[Preset, int]:
-    """The row's preset with its changes, annealed over the row's number of updates, and that."""
+def limit_as_end(env: jaxpg.Env) -> jaxpg.Env:
+    """An environment that calls a time limit the end of the episode."""
+
+    def step(*args: Any) -> Any:
+        state, out = env.step(*args)
+        over = out.terminated | out.truncated
+        return state, out._replace(terminated=over, truncated=jnp.zeros_like(over))
+
+    return env._replace(step=step, transition=None)
+
+
+def settings(row: Row) -> tuple[Preset, jaxpg.Env, int]:
+    """The row's preset with its changes, its environment, and its number of updates.
+
+    Annealing is over that number of updates.
+    """
     chosen = preset(row.algorithm, row.environment)
-    env = make_environment(row.environment, chosen.environment)
+    params = {**chosen.environment.env_params, **row.env_params}
+    options = dataclasses.replace(chosen.environment, env_params=params)
+    env = make_environment(row.environment, options)
     config = chosen.config.replace(**row.changes)
     steps = config.num_envs * (config.num_steps or env.time_limit)
     num_updates = -(-row.total_steps // steps)
     if chosen.anneal:
         config = config.replace(anneal_updates=float(num_updates))
     network = dataclasses.replace(chosen.network, **row.network)
-    return dataclasses.replace(chosen, config=config, network=network), num_updates
+    chosen = dataclasses.replace(chosen, config=config, network=network, environment=options)
+    return chosen, limit_as_end(env) if row.limit_ends else env, num_updates
 
 
 def run(row: Row, num_seeds: int, num_episodes: int, seed: int) -> dict[str, Any]:
     """Trains and evaluates one row; the curve has at most 50 points."""
-    chosen, num_updates = settings(row)
-    env = make_environment(row.environment, chosen.environment)
+    chosen, env, num_updates = settings(row)
     algorithm = ALGORITHMS[row.algorithm].build(env, make_policy(env, chosen.network))
 
     def one(key: jax.Array) -> tuple[Any, ...]:
@@ -191,8 +234,12 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Runs the rows and writes ``results/learning/*.{json,md,png}``."""
     parser = argparse.ArgumentParser(prog="benchmarks.learning", description=__doc__)
-    names = [slug(row) for row in ROWS]
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
+    every = {slug(row): row for row in (*ROWS, *LONG_ROWS)}
+    short = [slug(row) for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=every, default=short, metavar="ROW")
+    parser.add_argument(
+        "--minatar", action="store_true", help="the four MinAtar games at 10M steps instead"
+    )
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     parser.add_argument("--seeds", type=int, default=None, help="instead of each row's own number")
     parser.add_argument("--episodes", type=int, default=32)
@@ -200,13 +247,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "learning")
     args = parser.parse_args(argv)
     if args.list:
-        print("\n".join(names))
+        print("\n".join(every))
         return
-    for row in ROWS:
-        if slug(row) not in args.rows:
-            continue
+    for name in [slug(row) for row in LONG_ROWS] if args.minatar else args.rows:
+        row = every[name]
         result = run(row, args.seeds or row.num_seeds, args.episodes, args.seed)
-        write_json(args.output / f"{slug(row)}.json", {"machine": machine(), **result})
+        write_json(args.output / f"{name}.json", {"machine": machine(), **result})
         print(
             " | ".join(show(result).values()),
             f"({result['seconds_with_compile']:.0f} s)",
@@ -217,12 +263,20 @@ def main(argv: list[str] | None = None) -> None:
 
 def summarise(folder: Path) -> None:
     """One table and one picture of all the results in a folder, in the order of `ROWS`."""
-    paths = [folder / f"{slug(row)}.json" for row in ROWS]
+    paths = [folder / f"{slug(row)}.json" for row in (*ROWS, *LONG_ROWS)]
     results = [json.loads(path.read_text()) for path in paths if path.exists()]
     table = markdown_table([show(result) for result in results])
     about = "Returns of 32 episodes with each seed, made by `python -m benchmarks.learning`."
-    (folder / "README.md").write_text(f"{about}\n\n{table}\n![curves](curves.png)\n")
-    plot(results, folder / "curves.png")
+    plot([result for result in results if result["name"] not in TRUNCATION], folder / "curves.png")
+    text = f"{about}\n\n{table}\n![curves](curves.png)\n"
+    truncation = [result for result in results if result["name"] in TRUNCATION]
+    if truncation:
+        plot(truncation, folder / "truncation.png")
+        text += (
+            "\nPendulum-v1 only ever ends by its time limit. Exact bootstrapping at the limit, and "
+            "the limit taken for an end:\n\n![truncation](truncation.png)\n"
+        )
+    (folder / "README.md").write_text(text)
     print(f"\n{table}\nwritten to {folder}")
 
 

@@ -24,7 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.timing import RESULTS, machine, markdown_table, write_json
+from benchmarks import RESULTS
+from jaxpg.timing import machine, markdown_table, write_json
 
 WORKERS = Path(__file__).parent / "peer_workers"
 

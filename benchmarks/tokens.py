@@ -24,9 +24,10 @@ import numpy as np
 from jax import Array
 
 import jaxpg
-from benchmarks.timing import RESULTS, machine, time_compiled, write_json
+from benchmarks import RESULTS
 from benchmarks.tokens_report import write_report
 from jaxpg import tokens
+from jaxpg.timing import machine, time_compiled, write_json
 from jaxpg.tokens.presets import (
     ModelOptions,
     TokenPreset,

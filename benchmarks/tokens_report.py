@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.timing import markdown_table
 from jaxpg.aggregates import summarize
 from jaxpg.plotting import learning_curve, plot_curve
+from jaxpg.timing import markdown_table
 
 if TYPE_CHECKING:
     from benchmarks.tokens import Target

@@ -20,8 +20,9 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 import jaxpg
-from benchmarks.timing import RESULTS, machine, markdown_table, write_json
+from benchmarks import RESULTS
 from jaxpg.plotting import learning_curve, plot_curve
+from jaxpg.timing import machine, markdown_table, write_json
 from jaxpg.types import TrainState
 
 ESTIMATORS = {

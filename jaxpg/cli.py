@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from jaxpg import throughput
 from jaxpg._checks import one_of, positive_int
 from jaxpg.aggregates import summarize
 from jaxpg.environments import environment_notes
 from jaxpg.flags import (
+    BenchOptions,
     EvaluateOptions,
     ListOptions,
     ResumeOptions,
@@ -253,6 +256,57 @@ def evaluate(words: list[str]) -> int:
     return 1 if failed else 0
 
 
+def bench(words: list[str]) -> int:
+    """``jaxpg bench``."""
+    request_devices(words)
+    options = parse(BenchOptions, words, prog="jaxpg bench", description=BenchOptions.__doc__)
+    name = options.preset
+    sizes = (options.algorithms, options.environments, options.num_seeds, options.num_envs)
+    with refusing():
+        rows = throughput.PRESETS[name]
+        if any(sizes):
+            name = "grid"
+            rows = throughput.grid(
+                options.algorithms or ("ppo",),
+                options.environments or ("CartPole-v1",),
+                options.num_seeds or (1,),
+                options.num_envs or (64,),
+                num_steps=options.num_steps,
+                num_updates=options.num_updates,
+                network=options.network,
+            )
+        positive_int("repeats", options.repeats)
+        if not options.stages:
+            raise ValueError("stages must name one at least")
+        for row in rows:
+            throughput.check(row, options.compute_dtype, options.chunk_size, options.devices)
+        mesh = mesh_of(options.devices, options.devices)
+    begin = time.perf_counter()
+    results = []
+    for row in rows:
+        results.append(
+            throughput.measure(
+                row,
+                options.stages,
+                repeats=options.repeats,
+                compute_dtype=options.compute_dtype,
+                chunk_size=options.chunk_size,
+                mesh=mesh,
+            )
+        )
+        print(" | ".join(map(str, throughput.show(results[-1:])[0].values())), flush=True)
+    settings = {
+        "compute_dtype": options.compute_dtype or "float32",
+        "chunk_size": options.chunk_size,
+        "devices": options.devices,
+        "seconds": round(time.perf_counter() - begin),
+    }
+    name = name if options.compute_dtype is None else f"{name}-{options.compute_dtype}"
+    paths = throughput.write(results, options.output, name, settings)
+    print(f"\n{paths[1].read_text()}written: {', '.join(map(str, paths))}")
+    return 0
+
+
 def list_all(words: list[str]) -> int:
     """``jaxpg list``."""
     parse(ListOptions, words, prog="jaxpg list", description=ListOptions.__doc__)
@@ -284,6 +338,7 @@ def list_all(words: list[str]) -> int:
 COMMANDS = {
     "train": (train, "train ALGORITHM ENV", "many seeds at once, evaluated, with a run folder"),
     "evaluate": (evaluate, "evaluate RUN", "play episodes with the policies of a run"),
+    "bench": (bench, "bench", "environment steps a second on this machine"),
     "list": (list_all, "list", "algorithms, environments and token tasks"),
 }
 """Every command: function, how it is called, what it does."""

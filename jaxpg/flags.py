@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import tyro
@@ -88,6 +88,47 @@ class EvaluateOptions:
 @dataclasses.dataclass(frozen=True)
 class ListOptions:
     """Algorithms and environments, and what each supports."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    """Environment steps a second: the environment alone, the policy in the loop, training.
+
+    A preset, or a grid of one's own as soon as one of its flags is given.
+    """
+
+    preset: Literal["quick", "cpu", "gpu"] = "quick"
+    """quick takes under 2 minutes on two cores; cpu has every algorithm; gpu has large sizes."""
+    algorithms: tuple[str, ...] = ()
+    """Of a grid; ppo if none is named."""
+    environments: tuple[str, ...] = ()
+    """Of a grid; CartPole-v1 if none is named."""
+    num_seeds: tuple[int, ...] = ()
+    """Of a grid, trained side by side; 1 if none is given."""
+    num_envs: tuple[int, ...] = ()
+    """Of a grid, of each seed; 64 if none is given."""
+    num_steps: int = 128
+    """Of a grid, of each environment and update; whole episodes for reinforce and grpo."""
+    num_updates: int = 4
+    """Of a grid, in one timed call."""
+    network: Literal["mlp", "cnn"] = "mlp"
+    """Of a grid."""
+    stages: tuple[Literal["environment", "rollout", "training"], ...] = (
+        "environment",
+        "rollout",
+        "training",
+    )
+    """What is timed."""
+    repeats: int = 5
+    """Timed calls of each, after a warm-up; the median is shown."""
+    chunk_size: int | None = None
+    """Seeds vmapped at a time; None: all."""
+    compute_dtype: Literal["bfloat16"] | None = None
+    """Precision of the products in hidden layers; None is float32."""
+    devices: int = 1
+    """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
+    output: Path = Path("bench")
+    """Folder for a JSON file, a table and a picture."""
 
 
 @contextlib.contextmanager

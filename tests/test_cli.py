@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxpg import cli, live_runs
+from jaxpg import cli, live_runs, throughput
 from jaxpg.cli import main
 from jaxpg.loggers import read_metrics
 from jaxpg.run_folders import load_states, read_config
@@ -320,6 +320,29 @@ def test_seeds_are_those_of_a_split_key(tmp_path: Path, monkeypatch: pytest.Monk
     assert (jax.random.key_data(keys) == jax.random.key_data(expected)).all()
 
 
+def test_bench_measures_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Counts, not times: the steps of a row divided by its seconds are its speed."""
+    grid = "--environments CartPole-v1 --num-seeds 1 2 --num-envs 3 --num-steps 4 --num-updates 2"
+    words = f"bench {grid} --stages environment --repeats 3 --output {tmp_path}"
+    assert main(words.split()) == 0
+    assert "ppo | CartPole-v1 | mlp | 2 × 3 × 4" in capsys.readouterr().out
+    (path,) = tmp_path.glob("grid-*.json")
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".md", ".png"}
+    report = json.loads(path.read_text())
+    assert report["machine"]["packages"]["jax"] == jax.__version__
+    for row, steps in zip(report["rows"], (1 * 3 * 4 * 2, 2 * 3 * 4 * 2), strict=True):
+        stage = row["stages"]["environment"]
+        assert len(stage["run_seconds"]) == 3
+        median = sorted(stage["run_seconds"])[1]
+        np.testing.assert_allclose(stage["steps_per_second"] * median, steps)
+
+
+def test_every_kind_of_row_of_the_bench_presets_can_run() -> None:
+    rows = [row for rows in throughput.PRESETS.values() for row in rows]
+    for row in {(row.algorithm, row.environment, row.network): row for row in rows}.values():
+        throughput.check(row, None, None, 1)
+
+
 PPO = "train ppo CartPole-v1"
 
 
@@ -327,6 +350,11 @@ PPO = "train ppo CartPole-v1"
     ("words", "message"),
     [
         ("trian ppo CartPole-v1", "unknown command 'trian': did you mean train?"),
+        ("bench --algorithms reinforc", "unknown algorithm 'reinforc': did you mean reinforce?"),
+        ("bench --num-seeds 4 --chunk-size 3", "chunk_size=3 does not divide num_seeds=4"),
+        ("bench --num-envs 0", "num_envs must be at least 1, got 0"),
+        ("bench --num-envs 3 --num-steps 5", "num_minibatches=4 does not divide"),
+        ("bench --repeats 0", "repeats must be at least 1, got 0"),
         ("train", "train needs ALGORITHM and ENV before any flag"),
         ("train --num-seeds 3 ppo CartPole-v1", "train needs ALGORITHM and ENV before any flag"),
         ("train pppo CartPole-v1", "unknown algorithm 'pppo': did you mean ppo"),

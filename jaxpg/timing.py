@@ -1,11 +1,10 @@
-"""How every speed here is measured: compiled first, waited for, repeated, with its surroundings."""
+"""Floor 5: how every speed is measured: compiled first, waited for, repeated, with the machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-
-RESULTS = Path(__file__).parent / "results"
 
 
 class Timing(NamedTuple):
@@ -78,6 +75,8 @@ def _processor() -> str:
 
 def peak_host_memory() -> int:
     """Largest resident set of this process so far, in bytes."""
+    import resource  # not on every system
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
