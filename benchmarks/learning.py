@@ -88,8 +88,8 @@ ROWS = (
         FAR_SIGHTED,
         limit_ends=True,
     ),
-    Row("ppo, gru", "ppo", "MemoryChain-bsuite", 500_000, 0.95, {}, {"network": "gru"}, CHAIN),
-    Row("ppo, mlp", "ppo", "MemoryChain-bsuite", 500_000, None, {}, {}, CHAIN),
+    Row("ppo, gru", "ppo", "MemoryChain-bsuite", 500_000, 0.95, env_params=CHAIN),
+    Row("ppo, mlp", "ppo", "MemoryChain-bsuite", 500_000, None, {}, {"network": "mlp"}, CHAIN),
     Row("ppo, cnn", "ppo", "Breakout-MinAtar", 2_000_000, 10, num_seeds=3),
 )
 LONG_ROWS = (  # for an accelerator; targets are the returns that gymnax publishes

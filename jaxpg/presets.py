@@ -36,6 +36,13 @@ class Preset:
     anneal: bool = False  # config.anneal_updates becomes the number of updates of the run
 
 
+MINATAR = Preset(
+    PPOConfig(num_envs=64, num_steps=32, learning_rate=1e-3, ent_coef=0.01),
+    total_steps=10_000_000,
+    network=NetworkOptions(network="cnn"),
+    anneal=True,
+)
+
 PRESETS: dict[tuple[str, str], Preset] = {
     # reinforce
     ("reinforce", "*"): Preset(
@@ -218,6 +225,16 @@ PRESETS: dict[tuple[str, str], Preset] = {
         network=NetworkOptions(activation="relu"),
         anneal=True,
     ),
+    ("ppo", "MemoryChain-bsuite"): Preset(
+        PPOConfig(num_envs=16, num_steps=64, learning_rate=1e-3, ent_coef=0.01),
+        total_steps=500_000,
+        network=NetworkOptions(network="gru"),
+        anneal=True,
+    ),
+    ("ppo", "Asterix-MinAtar"): MINATAR,
+    ("ppo", "Breakout-MinAtar"): MINATAR,
+    ("ppo", "Freeway-MinAtar"): MINATAR,
+    ("ppo", "SpaceInvaders-MinAtar"): MINATAR,
     # grpo
     ("grpo", "*"): Preset(
         GRPOConfig(num_envs=16, learning_rate=1e-3, form="per_step"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-# two CPU devices, so that shardings are tested for what they do; jax reads it once, at its start
+# Two CPU devices, so that shardings are tested for what they do; jax reads it once, at its start
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 )
@@ -45,7 +45,10 @@ def x64() -> Iterator[None]:
         yield
 
 
-# tests of pure functions compile as users do; the others are nearly all compilation
+# Nearly all tests compile whole programs to run them for a moment: with few optimisations, the
+# doctests of the package included. Tests of pure functions compile as users do.
+jax.config.update("jax_disable_most_optimizations", True)
+
 FULLY_OPTIMISED = {
     "test_advantages",
     "test_distributions",
@@ -61,9 +64,10 @@ FULLY_OPTIMISED = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compile(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles with few optimisations where whole programs are compiled to run for a moment."""
-    quick = request.module.__name__ not in FULLY_OPTIMISED
-    jax.config.update("jax_disable_most_optimizations", quick)
+def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of XLA's optimisations in the modules of `FULLY_OPTIMISED`."""
+    jax.config.update(
+        "jax_disable_most_optimizations", request.module.__name__ not in FULLY_OPTIMISED
+    )
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", True)

@@ -150,7 +150,7 @@ class Built(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest, quick_compile: None) -> Built:
+def case(request: pytest.FixtureRequest) -> Built:
     build, config, swept = CASES[request.param]
     algorithm = build()
     traces: list[int] = []

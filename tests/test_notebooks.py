@@ -36,7 +36,7 @@ def outputs(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, quick_compile: None) -> Iterator[None]:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Toy sizes, and figures that are drawn but not shown."""
     backend = matplotlib.get_backend()
     monkeypatch.setenv(SWITCH, "1")
