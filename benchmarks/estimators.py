@@ -1,9 +1,10 @@
 """``python -m benchmarks.estimators``: recurrences over time, by scan and associative scan.
 
 GAE, V-trace and λ-returns over T × B, for several unroll factors of the scan and for the
-associative scan, beside rlax (``pip install 'jaxpg[bench]'``; vmapped over B and jitted). Every
-candidate of a cell is timed in turn, repeatedly, and the minimum is compared: the ratio of two
-minima in one process is steadier than either.
+associative scan, beside rlax (``pip install 'jaxpg[bench]'``; vmapped over B and jitted). rlax
+knows terminations only, so that is what is compared; ``with time limits`` reads the second flag
+too. Every candidate of a cell is timed in turn, repeatedly, and the minimum is compared: the ratio
+of two minima in one process is steadier than either.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ UNROLL = (1, 4, 8, 16)
 def candidates(name: str) -> dict[str, Callable]:
     """Functions of ``(rewards, values, next_values, terminated, truncated)``, each ``[T, B]``."""
 
-    def ours(**how: Any) -> Callable:
+    def ours(flags: int = 1, **how: Any) -> Callable:
         def gae(
             rewards: Any, values: Any, next_values: Any, terminated: Any, truncated: Any
         ) -> Any:
-            flags = (terminated, truncated)
+            ends = (terminated, truncated)[:flags]
             if name == "gae":
                 fn = partial(jaxpg.gae, gamma=0.99, lambda_=0.95, **how)
-                return fn(rewards, values, next_values, *flags)
+                return fn(rewards, values, next_values, *ends)
             if name == "lambda_returns":
                 fn = partial(jaxpg.lambda_returns, gamma=0.99, lambda_=0.95, **how)
-                return fn(rewards, next_values, *flags)
+                return fn(rewards, next_values, *ends)
             fn = partial(jaxpg.vtrace, gamma=0.99, lambda_=0.95, **how)
-            return fn(0.1 * values, rewards, values, next_values, *flags)
+            return fn(0.1 * values, rewards, values, next_values, *ends)
 
         return gae
 
-    result = {"default": ours()}
+    result = {"default": ours(), "with time limits": ours(flags=2)}
     result |= {f"unroll {n}": ours(unroll=n) for n in UNROLL}
     result["associative"] = ours(associative=True)
     try:
