@@ -96,7 +96,7 @@ def test_every_name_in_the_tables_exists() -> None:
 
 def test_benchmarks_exist() -> None:
     modules = re.findall(r"`python -m (benchmarks\.\w+)`", README)
-    assert len(modules) == 6
+    assert len(modules) == 7
     assert [m for m in modules if not (ROOT / f"{m.replace('.', '/')}.py").exists()] == []
 
 
