@@ -205,7 +205,8 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, str, bool]]:
         runs += [(f"{t.task}/grpo", "grpo", t.task, False) for t in TARGETS]
         runs.append(("add-mod-10/shuffled", "grpo", "add-mod-10", True))
     if "compare" in args.parts:
-        runs += [(f"{task}/{name}", name, task, False) for task in COMPARED for name in ALGORITHMS]
+        tasks = [task for task in COMPARED if task in args.compared]
+        runs += [(f"{task}/{name}", name, task, False) for task in tasks for name in ALGORITHMS]
     return list(dict.fromkeys(runs))
 
 
@@ -213,6 +214,7 @@ def main() -> None:
     """Runs what is asked for and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", default=["targets", "compare", "generation"])
+    parser.add_argument("--compared", nargs="+", choices=COMPARED, default=list(COMPARED))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2, help="seeds run at the same time")
     parser.add_argument("--eval-every", type=int, default=25, help="updates between evaluations")

@@ -1,4 +1,4 @@
-"""The notebooks on control tasks run at toy size, and are committed with outputs of a full run."""
+"""The notebooks run at toy size, and are committed with outputs of a full run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("0[1-5]_*.ipynb"))
+NOTEBOOKS = sorted(FOLDER.glob("0[1-6]_*.ipynb"))
 SWITCH = "JAXPG_NOTEBOOK_SMALL"
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -91,7 +91,7 @@ def test_can_be_read_on_its_own(path: Path) -> None:
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
 
 
 def test_own_algorithm_takes_sixty_lines_at_most() -> None:

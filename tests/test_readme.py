@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxpg
-from jaxpg import cli
+from jaxpg import cli, throughput
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,20 +64,29 @@ def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         specs[str(folder)] = spec
         return 0
 
-    resumed, evaluated = [], []
+    resumed, evaluated, measured = [], [], []
+
+    def measure(row: throughput.Row, *stages: Any, **rest: Any) -> dict[str, Any]:
+        measured.append(row)
+        return {**row._asdict(), "stages": {}}
+
+    monkeypatch.setattr(throughput, "measure", measure)
+    monkeypatch.setattr(throughput, "write", lambda *args: [tmp_path / "a", Path(__file__)])
+    monkeypatch.setattr(throughput, "show", lambda results: results)
     monkeypatch.setattr(cli, "run_to_end", run)
     monkeypatch.setattr(cli, "resume", lambda words, folder: resumed.append(folder) or 0)
     monkeypatch.setitem(
         cli.COMMANDS, "evaluate", (lambda words: evaluated.append(words) or 0, "", "")
     )
     monkeypatch.chdir(tmp_path)
-    assert len(commands()) == 8
+    assert len(commands()) == 9
     for command in commands():
         program, *words = command.split()
         assert program in ("jaxpg", ".venv/bin/jaxpg")
         with contextlib.redirect_stdout(io.StringIO()):
             assert cli.main(words) == 0, command
     assert resumed == [Path("runs/first")] and len(evaluated) == 1
+    assert measured == throughput.PRESETS["quick"]
     assert specs["runs/first"].num_seeds == 16
     first = next(iter(specs.values()))
     assert (first.algorithm, first.environment) == ("ppo", "CartPole-v1")
