@@ -26,6 +26,7 @@ from jaxpg.flags import (
     ResumeOptions,
     RunOptions,
     UsageError,
+    check_chunks,
     mesh_of,
     parse,
     parse_settings,
@@ -131,6 +132,7 @@ def train(words: list[str]) -> int:
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
         mesh = mesh_of(run.devices, spec.num_seeds)
+        check_chunks(run.chunk_size, spec.num_seeds, run.devices)
         folder = free_folder(run.run_dir, spec, overwrite=run.overwrite)
         start_folder(folder, spec)
     if own:
@@ -188,6 +190,7 @@ def resume(words: list[str], folder: Path) -> int:
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
         mesh = mesh_of(run.devices, spec.num_seeds)
+        check_chunks(run.chunk_size, spec.num_seeds, run.devices)
         states = load_states(folder, spec, algorithm)
         update = int(np.asarray(states.update)[0])
         check_unfinished(spec, update, per_update)

@@ -51,6 +51,8 @@ class RunOptions:
     """Replace the run that stands in --run-dir."""
     devices: int = 1
     """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
+    chunk_size: int | None = None
+    """Seeds trained at a time; None is up to 16 a device on a CPU (for its cache), else all."""
     quiet: Switch = False
     """Print the results and nothing before."""
 
@@ -67,6 +69,8 @@ class ResumeOptions:
     """Episodes (prompts on token tasks) of each seed at the end, greedy and again sampled."""
     devices: int = 1
     """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
+    chunk_size: int | None = None
+    """Seeds trained at a time; None is up to 16 a device on a CPU (for its cache), else all."""
     quiet: Switch = False
     """Print the results and nothing before."""
 
@@ -236,6 +240,14 @@ def request_devices(words: Sequence[str]) -> None:
     if value.isdecimal() and int(value) > 1:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", int(value))
+
+
+def check_chunks(chunk_size: int | None, num_seeds: int, devices: int) -> None:
+    """`ValueError` unless the devices divide the seeds trained at a time, and these all seeds."""
+    if chunk_size is not None:
+        positive_int("chunk_size", chunk_size)
+        divides("num_seeds", num_seeds, "chunk_size", chunk_size)
+        divides("chunk_size", chunk_size, "devices", devices)
 
 
 def mesh_of(devices: int, num_seeds: int) -> Mesh | None:

@@ -91,6 +91,7 @@ def run_to_end(
             algorithm,
             states=states,
             mesh=mesh,
+            chunk_size=run.chunk_size,
             loggers=[CSVLogger(folder / METRICS, append=True)],
             on_compiled=lambda seconds: say(f"compiled in {seconds:.1f} s"),
             on_point=on_point,

@@ -24,7 +24,7 @@ from jaxpg._checks import positive_int
 from jaxpg.loggers import Logger
 from jaxpg.presets import Preset
 from jaxpg.registry import algorithm_name, domain_of, environment_name
-from jaxpg.sharding import shard_leading_axis
+from jaxpg.sharding import map_in_chunks, shard_leading_axis
 from jaxpg.types import Info, Key, TrainState
 
 
@@ -150,6 +150,7 @@ def train_run(
     *,
     states: TrainState | None = None,
     mesh: Mesh | None = None,
+    chunk_size: int | None = None,
     num_points: int = 100,
     loggers: Iterable[Logger] = (),
     on_compiled: Callable[[float], None] = lambda seconds: None,
@@ -163,6 +164,7 @@ def train_run(
         algorithm: what `build` made of it.
         states: goes on from here (and consumes them) instead of from ``algorithm.init``.
         mesh: spreads the seeds over these devices (`jaxpg.device_mesh`).
+        chunk_size: seeds vmapped at a time; None takes `seeds_at_a_time`.
         num_points: pieces that the run is cut into, at most.
         loggers: each gets every point, and is closed at the end.
         on_compiled: called once with the seconds that compilation took.
@@ -173,10 +175,12 @@ def train_run(
         A `Trained`. The run also ends once every seed has diverged.
 
     Raises:
-        ValueError: the states have no updates left to do.
+        ValueError: the states have no updates left to do, or `chunk_size` does not divide the
+            seeds.
     """
     domain = domain_of(spec.environment)
     loggers = list(loggers)
+    chunk_size = chunk_size or seeds_at_a_time(spec.num_seeds, mesh)
     per_update = domain.steps_per_update(algorithm, spec.config)
     # arrays of a fixed dtype: a changed number is no other program
     config = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), spec.config)
@@ -193,7 +197,11 @@ def train_run(
     if mesh is not None:
         states = shard_leading_axis(states, mesh)
         sharding = jax.tree.map(lambda x: x.sharding, states)
-    piece = jax.jit(piece_of(algorithm), donate_argnums=0, out_shardings=(sharding, None, None))
+    piece = jax.jit(
+        piece_of(algorithm, chunk_size, mesh),
+        donate_argnums=0,
+        out_shardings=(sharding, None, None),
+    )
     compiled = piece.lower(states, config, jnp.int32(1)).compile()
     compile_seconds = time.perf_counter() - started
     on_compiled(compile_seconds)
@@ -295,20 +303,50 @@ def has_nonfinite(tree: Any) -> Array:
     return jnp.any(jnp.stack(bad)) if bad else jnp.asarray(False)
 
 
-def piece_of(algorithm: Any) -> Callable[[TrainState, Any, Array], tuple[TrainState, Info, Array]]:
+def seeds_at_a_time(num_seeds: int, mesh: Mesh | None = None) -> int:
+    """How many seeds are vmapped at a time: what fits the cache of a CPU; elsewhere all.
+
+    Args:
+        num_seeds: of the run.
+        mesh: the devices that they are spread over.
+
+    Returns:
+        On a CPU the largest divisor of the seeds of a device that is at most 16, for every device;
+        all seeds where that would be fewer than 4 a device.
+
+    Example:
+        >>> seeds_at_a_time(128), seeds_at_a_time(10), seeds_at_a_time(17)
+        (16, 10, 17)
+    """
+    devices = 1 if mesh is None else mesh.size
+    if jax.default_backend() != "cpu":
+        return num_seeds
+    each = num_seeds // devices
+    size = max(n for n in range(1, min(each, 16) + 1) if each % n == 0)
+    return size * devices if size >= 4 else num_seeds
+
+
+def piece_of(
+    algorithm: Any, chunk_size: int, mesh: Mesh | None = None
+) -> Callable[[TrainState, Any, Array], tuple[TrainState, Info, Array]]:
     """``(states[S], config, n) -> (states, sums of the infos [S], diverged [S])``, `n` traced."""
-    step = jax.vmap(algorithm.step, in_axes=(0, None))
 
     def piece(states: TrainState, config: Any, length: Array) -> tuple[TrainState, Info, Array]:
-        def body(_: Array, loop: tuple[TrainState, Info]) -> tuple[TrainState, Info]:
-            states, sums = loop
-            states, info = step(states, config)
-            return states, jax.tree.map(jnp.add, sums, info)
+        def one_seed(state: TrainState) -> tuple[TrainState, Info, Array]:
+            def body(_: Array, loop: tuple[TrainState, Info]) -> tuple[TrainState, Info]:
+                state, sums = loop
+                state, info = algorithm.step(state, config)
+                return state, jax.tree.map(jnp.add, sums, info)
 
-        infos = jax.eval_shape(step, states, config)[1]
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), infos)
-        states, sums = jax.lax.fori_loop(0, length, body, (states, zeros))
-        return states, sums, jax.vmap(has_nonfinite)(states.params)
+            infos = jax.eval_shape(algorithm.step, state, config)[1]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), infos)
+            state, sums = jax.lax.fori_loop(0, length, body, (state, zeros))
+            return state, sums, has_nonfinite(state.params)
+
+        num_seeds = states.update.shape[0]
+        if chunk_size == num_seeds:
+            return jax.vmap(one_seed)(states)
+        return map_in_chunks(one_seed, chunk_size=chunk_size, mesh=mesh)(states)
 
     return piece
 

@@ -204,13 +204,20 @@ def test_interrupts_are_orderly_first() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_seeds_spread_over_devices(finished: tuple[Path, Outcome], tmp_path: Path) -> None:
+def test_seeds_spread_over_devices_and_in_chunks(
+    finished: tuple[Path, Outcome], tmp_path: Path
+) -> None:
     folder, _ = finished
     spread = call(TINY, "--total-steps 170 --devices 2 --run-dir", tmp_path / "spread")
     assert (spread.code, spread.err) == (0, "")
     one, two = (read_metrics(x / "metrics.csv") for x in (folder, tmp_path / "spread"))
     np.testing.assert_array_equal(one["episode_return"], two["episode_return"])
     np.testing.assert_allclose(one["value_loss"], two["value_loss"], rtol=1e-4)
+    chunks = call(TINY, "--total-steps 170 --chunk-size 1 --run-dir", tmp_path / "chunks")
+    assert (chunks.code, chunks.err) == (0, "")
+    apart = read_metrics(tmp_path / "chunks" / "metrics.csv")
+    np.testing.assert_array_equal(one["episode_return"], apart["episode_return"])
+    np.testing.assert_allclose(one["value_loss"], apart["value_loss"], rtol=1e-4)
     many = call(TINY, "--devices 3 --num-seeds 3 --run-dir", tmp_path / "many")
     assert many.code == 2 and many.err == "jaxpg: devices=3, but jax has 2 (cpu)\n"
     odd = call(TINY, "--devices 2 --num-seeds 3 --run-dir", tmp_path / "odd")
@@ -350,6 +357,8 @@ PPO = "train ppo CartPole-v1"
     ("words", "message"),
     [
         ("trian ppo CartPole-v1", "unknown command 'trian': did you mean train?"),
+        (f"{PPO} --num-seeds 6 --chunk-size 4", "chunk_size=4 does not divide num_seeds=6"),
+        (f"{PPO} --chunk-size 0", "chunk_size must be at least 1, got 0"),
         ("bench --algorithms reinforc", "unknown algorithm 'reinforc': did you mean reinforce?"),
         ("bench --num-seeds 4 --chunk-size 3", "chunk_size=3 does not divide num_seeds=4"),
         ("bench --num-envs 0", "num_envs must be at least 1, got 0"),
