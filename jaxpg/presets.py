@@ -215,7 +215,6 @@ PRESETS: dict[tuple[str, str], Preset] = {
             num_steps=128,
             learning_rate=1e-3,
             max_grad_norm=1.0,
-            gamma=0.9,
             num_epochs=10,
             num_minibatches=16,
             normalize_obs=True,
