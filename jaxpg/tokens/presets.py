@@ -76,7 +76,7 @@ _BY_TASK: dict[str, _TaskSettings] = {
     "copy": _TaskSettings(600, {"ent_coef": 0.02}),
     "reverse": _TaskSettings(600, {"ent_coef": 0.02}),
     "say-n": _TaskSettings(300, {"ent_coef": 0.02, "overlong_cache": 4.0}),
-    "sort": _TaskSettings(600, {"ent_coef": 0.02}),
+    "sort": _TaskSettings(600, {"ent_coef": 0.1}),
 }
 # Policies of this size move far in one update, ε of 3e-4 would stop nearly every sequence.
 _BY_ALGORITHM: dict[str, dict[str, Any]] = {
