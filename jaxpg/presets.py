@@ -37,7 +37,7 @@ class Preset:
 
 
 MINATAR = Preset(
-    PPOConfig(num_envs=64, num_steps=32, learning_rate=1e-3, ent_coef=0.01),
+    PPOConfig(num_envs=64, num_steps=128, num_minibatches=8, learning_rate=5e-3, ent_coef=0.01),
     total_steps=10_000_000,
     network=NetworkOptions(network="cnn"),
     anneal=True,
