@@ -20,8 +20,8 @@ def test_there_are_twenty_six():
 @pytest.mark.parametrize("name", [n for n in jaxpg.list_environments() if n != NEEDS_DATA])
 def test_ppo_runs(name):
     env = jaxpg.from_gymnax(name)
-    algorithm = jaxpg.ppo(env, jaxpg.mlp_policy(env, hidden_sizes=(4,)))
-    config = jaxpg.PPOConfig(num_envs=2, num_steps=4, num_epochs=1, num_minibatches=2)
+    algorithm = jaxpg.ppo(env, jaxpg.mlp_policy(env, hidden_sizes=()))
+    config = jaxpg.PPOConfig(num_envs=2, num_steps=4, num_epochs=1, num_minibatches=1)
     state, infos = jax.jit(lambda key: jaxpg.train(algorithm, key, config, 3))(jax.random.key(0))
     assert int(state.update) == 3
     for field, values in infos.items():
