@@ -28,6 +28,7 @@ from benchmarks import RESULTS
 from jaxpg.timing import machine, markdown_table, write_json
 
 WORKERS = Path(__file__).parent / "peer_workers"
+SLOW_SHARE = 20
 
 
 class Cell(NamedTuple):
@@ -58,6 +59,7 @@ class Contender(NamedTuple):
     requirements: tuple[str, ...]  # empty: this environment
     spec: dict[str, Any]
     devices: int = 1
+    share: int = 1  # of a cell's updates it does one in so many: a slow one would take hours
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
@@ -76,10 +78,13 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
     if args.sb3:
         requirements = (args.torch, "stable-baselines3")
         spec = {"library": "stable-baselines3", **threads}
-        chosen.append(Contender("stable-baselines3", "sb3_ppo.py", requirements, spec))
+        chosen.append(
+            Contender("stable-baselines3", "sb3_ppo.py", requirements, spec, share=SLOW_SHARE)
+        )
     if args.sbx:
         requirements = (args.torch, "sbx-rl", jax_version)
-        chosen.append(Contender("sbx", "sb3_ppo.py", requirements, {"library": "sbx", **threads}))
+        spec = {"library": "sbx", **threads}
+        chosen.append(Contender("sbx", "sb3_ppo.py", requirements, spec, share=SLOW_SHARE))
     return chosen
 
 
@@ -104,6 +109,9 @@ class Worker:
     """A process that does one contender's work on demand."""
 
     def __init__(self, contender: Contender, python: str, spec: dict[str, Any]) -> None:
+        num_updates = max(1, spec["num_updates"] // contender.share)
+        self.scale = spec["num_updates"] / num_updates  # of its seconds, to a whole cell's
+        spec = {**spec, "num_updates": num_updates}
         flags = os.environ.get("XLA_FLAGS", "")
         if contender.devices > 1:
             flags += f" --xla_force_host_platform_device_count={contender.devices}"
@@ -160,7 +168,7 @@ def measure(cell: Cell, chosen: list[Contender], args: argparse.Namespace) -> di
         seconds: dict[str, list[float]] = {name: [] for name in running}
         for _ in range(args.rounds):
             for name, worker in running.items():
-                seconds[name].append(worker.ask("run")["seconds"])
+                seconds[name].append(worker.scale * worker.ask("run")["seconds"])
         peaks = {name: worker.ask("run")["peak_bytes"] for name, worker in running.items()}
         result: dict[str, Any] = {"cell": spec, "contenders": {}}
         for name, worker in running.items():
