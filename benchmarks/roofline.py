@@ -93,11 +93,16 @@ def main(argv: list[str] | None = None) -> None:
     about = machine()
     base = args.output / about["devices"][0].lower().replace(" ", "-")
     write_json(base.with_suffix(".json"), {"machine": about, "work": per_step, "rows": rows})
-    each = (
-        f"A step is {per_step['flop']:,} floating-point operations and {per_step['tanh']:,} tanh."
-    )
-    base.with_suffix(".md").write_text(f"{each}\n\n{markdown_table(rows)}\n{about}\n")
-    print(f"\n{each}\nwritten to {base}.*")
+    text = report(per_step, rows, about)
+    base.with_suffix(".md").write_text(text)
+    print(f"\n{text}written to {base}.*")
+
+
+def report(per_step: dict[str, int], rows: list[dict[str, str]], about: dict[str, Any]) -> str:
+    """What was measured, for people."""
+    counts = ", ".join(f"{count:,} {name}" for name, count in per_step.items())
+    each = f"Operations of one environment step, rollout and update: {counts}."
+    return f"{each}\n\n{markdown_table(rows)}\n{about}\n"
 
 
 if __name__ == "__main__":
