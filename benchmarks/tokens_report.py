@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PANELS = (
     ("exact", "greedy, exact"),
     ("train_mixed_share", "groups with unequal scores"),
+    ("train_kept_share", "slots of the batch that train"),
     ("train_drawn_entropy", "entropy of a token, nats"),
     ("train_clip_fraction_low", "clipped below"),
     ("train_clip_fraction_high", "clipped above"),
@@ -155,7 +156,11 @@ def comparison_figure(
             axes.set(title=f"{task}: {label}", xlabel="updates")
             axes.title.set_fontsize(9)
             axes.set_ylim(bottom=0)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=7)
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:  # a task may have been run with some of the algorithms only
+        for line, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(name, line)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncol=7)
     figure.savefig(path, dpi=110)
 
 
@@ -186,11 +191,12 @@ def write_report(
             "Control, rewards shuffled across the batch: exact "
             f"{_interval(x['start_exact'])} at the start, {_interval(x['exact'])} at the end.\n"
         )
-    tasks = [t for t in compared if any(n.startswith(f"{t}/") for n in results["runs"])]
-    tables = [(task, comparison_rows(results, task, algorithms)) for task in tasks]
-    if any(len(rows) > 1 for _, rows in tables):
+    tables = [(task, comparison_rows(results, task, algorithms)) for task in compared]
+    tables = [(task, rows) for task, rows in tables if len(rows) > 1]
+    tasks = [task for task, _ in tables]
+    if tables:
         lines.append("## Algorithms, same seeds and settings\n")
-        lines += [f"{task}\n\n{markdown_table(rows)}" for task, rows in tables if rows]
+        lines += [f"{task}\n\n{markdown_table(rows)}" for task, rows in tables]
         lines.append(
             "Mixed groups are those whose scores differ, of all drawn; kept groups those that "
             "train, of the slots of a batch. Clip fractions of `gspo` and `rloo` are of sequences, "
