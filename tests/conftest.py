@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,9 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+
+# tracing makes millions of small objects: searching all of them for cycles took 7 % of the time
+gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture
