@@ -110,7 +110,6 @@ def comparison_rows(
                 "entropy, end": f"{metrics['train_drawn_entropy'][:, -1].mean():.3f}",
                 "clipped low": f"{metrics['train_clip_fraction_low'].mean():.4f}",
                 "clipped high": f"{metrics['train_clip_fraction_high'].mean():.4f}",
-                "seconds a seed": f"{run['run_seconds'] / len(exact):.0f}",
             }
         )
     return rows
