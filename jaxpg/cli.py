@@ -26,7 +26,6 @@ from jaxpg.flags import (
     ResumeOptions,
     RunOptions,
     UsageError,
-    check_chunks,
     mesh_of,
     parse,
     parse_settings,
@@ -54,6 +53,7 @@ from jaxpg.run_folders import (
     write_config,
 )
 from jaxpg.runs import RunSpec, build, check_evaluation, evaluate_run, make_spec
+from jaxpg.sharding import check_chunks
 from jaxpg.terminal import lines_table, make_console, scores_table
 from jaxpg.token_domain import TASK_NOTES, TOKENS
 
@@ -132,7 +132,8 @@ def train(words: list[str]) -> int:
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
         mesh = mesh_of(run.devices, spec.num_seeds)
-        check_chunks(run.chunk_size, spec.num_seeds, run.devices)
+        if run.chunk_size is not None:
+            check_chunks(run.chunk_size, spec.num_seeds, run.devices)
         folder = free_folder(run.run_dir, spec, overwrite=run.overwrite)
         start_folder(folder, spec)
     if own:
@@ -190,7 +191,8 @@ def resume(words: list[str], folder: Path) -> int:
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
         mesh = mesh_of(run.devices, spec.num_seeds)
-        check_chunks(run.chunk_size, spec.num_seeds, run.devices)
+        if run.chunk_size is not None:
+            check_chunks(run.chunk_size, spec.num_seeds, run.devices)
         states = load_states(folder, spec, algorithm)
         update = int(np.asarray(states.update)[0])
         check_unfinished(spec, update, per_update)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxpg._checks import divides, positive_int
 from jaxpg.presets import Preset
 from jaxpg.sharding import device_mesh
+from jaxpg.throughput import STAGES
 
 T = TypeVar("T")
 
@@ -117,11 +118,7 @@ class BenchOptions:
     """Of a grid, in one timed call."""
     network: Literal["mlp", "cnn"] = "mlp"
     """Of a grid."""
-    stages: tuple[Literal["environment", "rollout", "training"], ...] = (
-        "environment",
-        "rollout",
-        "training",
-    )
+    stages: tuple[Literal["environment", "rollout", "training"], ...] = STAGES
     """What is timed."""
     repeats: int = 5
     """Timed calls of each, after a warm-up; the median is shown."""
@@ -240,14 +237,6 @@ def request_devices(words: Sequence[str]) -> None:
     if value.isdecimal() and int(value) > 1:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", int(value))
-
-
-def check_chunks(chunk_size: int | None, num_seeds: int, devices: int) -> None:
-    """`ValueError` unless the devices divide the seeds trained at a time, and these all seeds."""
-    if chunk_size is not None:
-        positive_int("chunk_size", chunk_size)
-        divides("num_seeds", num_seeds, "chunk_size", chunk_size)
-        divides("chunk_size", chunk_size, "devices", devices)
 
 
 def mesh_of(devices: int, num_seeds: int) -> Mesh | None:

@@ -180,7 +180,8 @@ def train_run(
     """
     domain = domain_of(spec.environment)
     loggers = list(loggers)
-    chunk_size = chunk_size or seeds_at_a_time(spec.num_seeds, mesh)
+    if chunk_size is None:
+        chunk_size = seeds_at_a_time(spec.num_seeds, mesh)
     per_update = domain.steps_per_update(algorithm, spec.config)
     # arrays of a fixed dtype: a changed number is no other program
     config = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), spec.config)

@@ -94,6 +94,13 @@ def shard_environments(state: TrainState, mesh: Mesh) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def check_chunks(chunk_size: int, num_seeds: int, devices: int) -> None:
+    """`ValueError` unless the devices divide the seeds trained at a time, and these all seeds."""
+    positive_int("chunk_size", chunk_size)
+    divides("num_seeds", num_seeds, "chunk_size", chunk_size)
+    divides("chunk_size", chunk_size, "devices", devices)
+
+
 def map_in_chunks(
     fn: Callable[..., Tree], *, chunk_size: int, mesh: Mesh | None = None
 ) -> Callable[..., Tree]:

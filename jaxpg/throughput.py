@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpg._checks import divides, positive_int
+from jaxpg._checks import positive_int
 from jaxpg.registry import (
     ALGORITHMS,
     NetworkOptions,
@@ -25,7 +25,7 @@ from jaxpg.registry import (
     make_policy,
 )
 from jaxpg.rollouts import init_runner, rollout
-from jaxpg.sharding import map_in_chunks, shard_leading_axis
+from jaxpg.sharding import check_chunks, map_in_chunks, shard_leading_axis
 from jaxpg.timing import (
     machine,
     markdown_table,
@@ -165,15 +165,14 @@ def check(row: Row, compute_dtype: str | None, chunk_size: int | None, devices: 
     """`ValueError` for a row that cannot run; nothing is compiled."""
     for name in ("num_seeds", "num_envs", "num_steps", "num_updates"):
         positive_int(name, getattr(row, name))
-    divides("num_seeds", row.num_seeds, "chunk_size", chunk_of(row, chunk_size))
-    if row.num_seeds > 1:
-        divides("chunk_size", chunk_of(row, chunk_size), "devices", devices)
+    spread = devices if row.num_seeds > 1 else 1
+    check_chunks(chunk_of(row, chunk_size), row.num_seeds, spread)
     jax.eval_shape(stage_function("training", row, compute_dtype), jax.random.key(0))
 
 
 def chunk_of(row: Row, chunk_size: int | None) -> int:
     """Seeds of a row that are vmapped at a time."""
-    return min(row.num_seeds, chunk_size or row.num_seeds)
+    return row.num_seeds if chunk_size is None else min(row.num_seeds, chunk_size)
 
 
 def measure(

@@ -361,6 +361,7 @@ PPO = "train ppo CartPole-v1"
         (f"{PPO} --chunk-size 0", "chunk_size must be at least 1, got 0"),
         ("bench --algorithms reinforc", "unknown algorithm 'reinforc': did you mean reinforce?"),
         ("bench --num-seeds 4 --chunk-size 3", "chunk_size=3 does not divide num_seeds=4"),
+        ("bench --num-seeds 4 --chunk-size 0", "chunk_size must be at least 1, got 0"),
         ("bench --num-envs 0", "num_envs must be at least 1, got 0"),
         ("bench --num-envs 3 --num-steps 5", "num_minibatches=4 does not divide"),
         ("bench --repeats 0", "repeats must be at least 1, got 0"),
