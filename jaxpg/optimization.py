@@ -105,14 +105,17 @@ def optimize(
         metrics = {**metrics, "grad_norm": grad_norm, "nonfinite": nonfinite}
         return (new_params, new_opt_state, stopped), (metrics, ~stopped)
 
-    def epoch(state: tuple, epoch_key: Key) -> tuple[tuple, tuple[Info, Array]]:
-        # with one minibatch the order cannot matter
-        order = permutation(epoch_key, length) if shuffle and num_minibatches > 1 else None
+    def epoch(state: tuple, order: Array | None) -> tuple[tuple, tuple[Info, Array]]:
         return jax.lax.scan(minibatch_step, state, _deal(batch, order, num_minibatches, axis))
 
     state = (params, opt_state, jnp.asarray(False))
-    keys = jax.random.split(key, num_epochs)
-    (params, opt_state, _), (metrics, applied) = jax.lax.scan(epoch, state, keys)
+    # With one minibatch the order cannot matter. All orders at once: a sort in every epoch would
+    # stand between minibatches, which wait for it.
+    orders = None
+    if shuffle and num_minibatches > 1:
+        keys = jax.random.split(key, num_epochs)
+        orders = jax.vmap(lambda key: permutation(key, length))(keys)
+    (params, opt_state, _), (metrics, applied) = jax.lax.scan(epoch, state, orders, num_epochs)
     if target_kl is None:
         averaged = jax.tree.map(jnp.mean, metrics)
         return params, opt_state, {**averaged, "minibatches_applied": jnp.ones(())}
@@ -155,9 +158,12 @@ def skip_zero_gradients(optimizer: optax.GradientTransformation) -> optax.Gradie
 def permutation(key: Key, length: int) -> Array:
     """A uniform permutation of ``0 … length-1`` by one sort of random words.
 
-    `jax.random.permutation` sorts repeatedly to rule out ties; one sort of 32 random bits an
-    element is about twice as fast, and among 65,536 elements half a pair ties on average (a tied
-    pair keeps its order).
+    `jax.random.permutation` sorts repeatedly to rule out ties. Here each element is one word of
+    32 bits, its number in the lowest and random bits above, and words without a second operand sort
+    twice as fast again. Two elements whose random bits tie (a word in 2¹⁹ among 8,192 elements,
+    2¹⁶ among 65,536) stand in the order of their numbers, of which the same random bits are
+    flipped for all: of any two elements, either comes first with probability ½. Beyond 65,536
+    elements the number becomes the second operand of a sort of all 32 bits.
 
     Args:
         key: consumed.
@@ -167,7 +173,14 @@ def permutation(key: Key, length: int) -> Array:
         ``[length]`` int32.
     """
     words = jax.random.bits(key, (length,), jnp.uint32)
-    return jax.lax.sort((words, jnp.arange(length, dtype=jnp.int32)), num_keys=1)[1]
+    number_bits = (length - 1).bit_length()
+    if number_bits > 16:
+        numbers = jnp.arange(length, dtype=jnp.int32)
+        return jax.lax.sort((words, numbers), num_keys=1, is_stable=False)[1]
+    low = jnp.uint32(2**number_bits - 1)
+    flipped = words[0] & low  # the lowest bits are not compared: still unused
+    numbers = jnp.arange(length, dtype=jnp.uint32) ^ flipped
+    return ((jax.lax.sort((words & ~low) | numbers) & low) ^ flipped).astype(jnp.int32)
 
 
 def _deal(batch: PyTree, order: Array | None, parts: int, axis: int) -> PyTree:

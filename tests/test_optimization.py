@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,3 +203,37 @@ def test_permutations_are_uniform(key):
     # where an element lands is uniform too when there are many
     long = np.asarray(jax.vmap(lambda k: permutation(k, 1000))(jax.random.split(key, 400)))
     assert stats.kstest((np.argsort(long, axis=1)[:, 7] + 0.5) / 1000, "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 2, 8_192, 65_536, 65_537])
+def test_permutations_of_any_length_hold_every_element_once(key, length):
+    order = jax.jit(permutation, static_argnums=1)(key, length)
+    assert order.dtype == jnp.int32
+    np.testing.assert_array_equal(np.sort(order), np.arange(length))
+
+
+def test_minibatches_of_a_long_shuffle_are_uniform(key):
+    # the most elements that share a word with their number: half a tie for each of them
+    length, parts, draws = 65_536, 4, 24
+    orders = jax.jit(jax.vmap(lambda k: permutation(k, length)))(jax.random.split(key, draws))
+    part_of = np.argsort(np.asarray(orders), axis=1) // (length // parts)
+    # each part takes as many of the first elements as of the last ones, in every stretch of them
+    stretches = part_of.reshape(draws, 64, -1)
+    counts = np.stack([np.sum(stretches == part, axis=(0, 2)) for part in range(parts)])
+    assert stats.chi2_contingency(counts).pvalue > 1e-3
+    # two elements share a part as often as chance has it
+    pairs = np.mean(part_of[:, ::2] == part_of[:, 1::2])
+    chance = (length / parts - 1) / (length - 1)
+    assert abs(pairs - chance) < 4 * np.sqrt(chance * (1 - chance) / (draws * length / 2))
+
+
+def test_ties_of_random_bits_come_in_either_order(monkeypatch, key):
+    # words whose compared bits are all alike: only the flipped bits decide
+    def all_tied(key, shape, dtype):
+        return jnp.full(shape, jax.random.randint(key, (), 0, 8), dtype)
+
+    monkeypatch.setattr(jax.random, "bits", all_tied)
+    orders = np.asarray(jax.vmap(lambda k: permutation(k, 8))(jax.random.split(key, 2_000)))
+    places = np.argsort(orders, axis=1)
+    for i, j in itertools.combinations(range(8), 2):
+        assert stats.binomtest(int(np.sum(places[:, i] < places[:, j])), 2_000).pvalue > 1e-4
