@@ -9,15 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
 from jax import Array
-from jax.typing import DTypeLike
 
+from jaxpg._products import Product, product
 from jaxpg.types import Key, PyTree
 
 GATES = 3  # of the recurrent unit, side by side in its kernels
@@ -60,27 +59,21 @@ def _orthogonal(x: Array) -> Array:
     return q if rows >= columns else q.T
 
 
-def product_in(compute_dtype: DTypeLike | None) -> Callable:
-    """The product of hidden layers: inputs rounded to a short float, sums in float32."""
-    if compute_dtype is None:
-        return jax.lax.dot_general
-    dtype = jnp.dtype(compute_dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"compute_dtype must be a float dtype, got {dtype}")
-
-    def dot_general(x: Array, w: Array, dimension_numbers: Any, **settings: Any) -> Array:
-        settings["preferred_element_type"] = jnp.float32
-        return jax.lax.dot_general(x.astype(dtype), w.astype(dtype), dimension_numbers, **settings)
-
-    return dot_general
+def layer(features: int, multiply: Product, gain: float, name: str, **settings: bool) -> nn.Dense:
+    """A dense layer with this product of its inputs and its kernel."""
+    return nn.Dense(
+        features,
+        kernel_init=marked(gain),
+        dot_general=lambda x, kernel, *_, **__: multiply(x, kernel),
+        name=name,
+        **settings,
+    )
 
 
-def dense_layers(x: Array, sizes: Sequence[int], activation: Callable, dot: Callable) -> Array:
+def dense_layers(x: Array, sizes: Sequence[int], activation: Callable, product: Product) -> Array:
     """Hidden layers ``dense_0``, ``dense_1``, … of the module that calls this."""
     for i, size in enumerate(sizes):
-        init = marked(math.sqrt(2.0))
-        layer = nn.Dense(size, kernel_init=init, dot_general=dot, name=f"dense_{i}")
-        x = activation(layer(x))
+        x = activation(layer(size, product, math.sqrt(2.0), f"dense_{i}")(x))
     return x
 
 
@@ -89,11 +82,11 @@ class Dense(nn.Module):
 
     sizes: tuple[int, ...]
     activation: Callable
-    dot_general: Callable
+    product: Product
 
     @nn.compact
     def __call__(self, x: Array, carry: PyTree = ()) -> tuple[Array, PyTree]:
-        return dense_layers(x, self.sizes, self.activation, self.dot_general), carry
+        return dense_layers(x, self.sizes, self.activation, self.product), carry
 
 
 class Convolution(nn.Module):
@@ -101,7 +94,7 @@ class Convolution(nn.Module):
 
     features: int
     kernel: int
-    dot_general: Callable
+    product: Product
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -113,7 +106,7 @@ class Convolution(nn.Module):
         shifted = [x[:, i : i + height, j : j + width] for i in range(k) for j in range(k)]
         patches = jnp.concatenate(shifted, axis=-1)
         flat = kernel.reshape(-1, self.features)
-        return self.dot_general(patches, flat, (((3,), (0,)), ((), ()))) + bias
+        return self.product(patches, flat) + bias
 
 
 class Convolutional(nn.Module):
@@ -123,15 +116,15 @@ class Convolutional(nn.Module):
     kernel: int
     sizes: tuple[int, ...]
     activation: Callable
-    dot_general: Callable
+    product: Product
 
     @nn.compact
     def __call__(self, x: Array, carry: PyTree = ()) -> tuple[Array, PyTree]:
         for i, features in enumerate(self.channels):
-            layer = Convolution(features, self.kernel, self.dot_general, name=f"conv_{i}")
-            x = self.activation(layer(x))
+            convolution = Convolution(features, self.kernel, self.product, name=f"conv_{i}")
+            x = self.activation(convolution(x))
         x = x.reshape(x.shape[0], -1)
-        return dense_layers(x, self.sizes, self.activation, self.dot_general), carry
+        return dense_layers(x, self.sizes, self.activation, self.product), carry
 
 
 class Recurrent(nn.Module):
@@ -140,23 +133,15 @@ class Recurrent(nn.Module):
     sizes: tuple[int, ...]
     width: int
     activation: Callable
-    dot_general: Callable
+    product: Product
 
     @nn.compact
     def __call__(self, x: Array, carry: Array) -> tuple[Array, Array]:
-        x = dense_layers(x, self.sizes, self.activation, self.dot_general)
+        x = dense_layers(x, self.sizes, self.activation, self.product)
 
-        def gates(name: str, *, use_bias: bool) -> nn.Module:
-            return nn.Dense(
-                GATES * self.width,
-                use_bias=use_bias,
-                kernel_init=marked(1.0),
-                dot_general=self.dot_general,
-                name=name,
-            )
-
-        new = gates("input", use_bias=True)(x)
-        old = gates("recurrent", use_bias=False)(carry)
+        width = GATES * self.width
+        new = layer(width, self.product, 1.0, "input")(x)
+        old = layer(width, self.product, 1.0, "recurrent", use_bias=False)(carry)
         bias = self.param("candidate_bias", nn.initializers.zeros, (self.width,), jnp.float32)
         new_r, new_z, new_n = jnp.split(new, 3, axis=-1)
         old_r, old_z, old_n = jnp.split(old, 3, axis=-1)
@@ -174,7 +159,7 @@ class LogitsHead(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> PyTree:
-        logits = nn.Dense(sum(self.sizes), kernel_init=marked(0.01), name="logits")(x)
+        logits = layer(sum(self.sizes), product, 0.01, "logits")(x)
         return split_last(logits, self.sizes) if self.joint else logits
 
 
@@ -188,7 +173,7 @@ class GaussianHead(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
         width = 2 * self.dim if self.state_dependent else self.dim
-        mean = nn.Dense(width, kernel_init=marked(0.01), name="mean")(x)
+        mean = layer(width, product, 0.01, "mean")(x)
         if self.state_dependent:
             mean, log_std = jnp.split(mean, 2, axis=-1)
             return mean, log_std + self.log_std_init
@@ -204,7 +189,7 @@ class ValueHead(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        value = nn.Dense(self.num_actions or 1, kernel_init=marked(1.0), name="value")(x)
+        value = layer(self.num_actions or 1, product, 1.0, "value")(x)
         return value.squeeze(-1) if self.num_actions is None else value
 
 

@@ -66,9 +66,9 @@ from jaxpg._networks import (
     Recurrent,
     ValueHead,
     draw_kernels,
-    product_in,
     split_last,
 )
+from jaxpg._products import product_in
 from jaxpg.distributions import (
     categorical,
     diagonal_gaussian,
@@ -188,8 +188,8 @@ def mlp_policy(
     """
     fit = _fit(env, distribution, log_std_init, state_dependent_std, action_mask, action_values)
     sizes = _sizes("hidden_sizes", hidden_sizes)
-    act, dot = _activation(activation), product_in(compute_dtype)
-    return _feed_forward(fit, lambda: Dense(sizes, act, dot), shared)
+    act, product = _activation(activation), product_in(compute_dtype)
+    return _feed_forward(fit, lambda: Dense(sizes, act, product), shared)
 
 
 def cnn_policy(
@@ -267,8 +267,8 @@ def cnn_policy(
         raise ValueError(
             f"{len(widths)} convolutions with kernel={kernel} do not fit images {fit.input_shape}"
         )
-    act, dot = _activation(activation), product_in(compute_dtype)
-    return _feed_forward(fit, lambda: Convolutional(widths, kernel, sizes, act, dot), shared)
+    act, product = _activation(activation), product_in(compute_dtype)
+    return _feed_forward(fit, lambda: Convolutional(widths, kernel, sizes, act, product), shared)
 
 
 def gru_policy(
@@ -332,8 +332,8 @@ def gru_policy(
     fit = _fit(env, distribution, log_std_init, state_dependent_std, action_mask, action_values)
     width = _checks.positive_int("hidden_size", hidden_size)
     sizes = _sizes("embed_sizes", embed_sizes)
-    act, dot = _activation(activation), product_in(compute_dtype)
-    networks = _networks(fit, lambda: Recurrent(sizes, width, act, dot), shared)
+    act, product = _activation(activation), product_in(compute_dtype)
+    networks = _networks(fit, lambda: Recurrent(sizes, width, act, product), shared)
     memories = ("trunk",) if shared else ("actor", "critic")
 
     def initial_carry(num_envs: int) -> dict[str, Array]:
