@@ -24,7 +24,7 @@ from jaxpg._checks import positive_int
 from jaxpg.loggers import Logger
 from jaxpg.presets import Preset
 from jaxpg.registry import algorithm_name, domain_of, environment_name
-from jaxpg.sharding import map_in_chunks, shard_leading_axis
+from jaxpg.sharding import map_in_chunks, seeds_at_a_time, shard_leading_axis
 from jaxpg.types import Info, Key, TrainState
 
 
@@ -164,7 +164,7 @@ def train_run(
         algorithm: what `build` made of it.
         states: goes on from here (and consumes them) instead of from ``algorithm.init``.
         mesh: spreads the seeds over these devices (`jaxpg.device_mesh`).
-        chunk_size: seeds vmapped at a time; None takes `seeds_at_a_time`.
+        chunk_size: seeds vmapped at a time; None takes `jaxpg.sharding.seeds_at_a_time`.
         num_points: pieces that the run is cut into, at most.
         loggers: each gets every point, and is closed at the end.
         on_compiled: called once with the seconds that compilation took.
@@ -181,7 +181,7 @@ def train_run(
     domain = domain_of(spec.environment)
     loggers = list(loggers)
     if chunk_size is None:
-        chunk_size = seeds_at_a_time(spec.num_seeds, mesh)
+        chunk_size = seeds_at_a_time(spec.num_seeds, 1 if mesh is None else mesh.size)
     per_update = domain.steps_per_update(algorithm, spec.config)
     # arrays of a fixed dtype: a changed number is no other program
     config = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), spec.config)
@@ -302,29 +302,6 @@ def has_nonfinite(tree: Any) -> Array:
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
     return jnp.any(jnp.stack(bad)) if bad else jnp.asarray(False)
-
-
-def seeds_at_a_time(num_seeds: int, mesh: Mesh | None = None) -> int:
-    """How many seeds are vmapped at a time: what fits the cache of a CPU; elsewhere all.
-
-    Args:
-        num_seeds: of the run.
-        mesh: the devices that they are spread over.
-
-    Returns:
-        On a CPU the largest divisor of the seeds of a device that is at most 16, for every device;
-        all seeds where that would be fewer than 4 a device.
-
-    Example:
-        >>> seeds_at_a_time(128), seeds_at_a_time(10), seeds_at_a_time(17)
-        (16, 10, 17)
-    """
-    devices = 1 if mesh is None else mesh.size
-    if jax.default_backend() != "cpu":
-        return num_seeds
-    each = num_seeds // devices
-    size = max(n for n in range(1, min(each, 16) + 1) if each % n == 0)
-    return size * devices if size >= 4 else num_seeds
 
 
 def piece_of(

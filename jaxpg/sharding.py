@@ -94,6 +94,28 @@ def shard_environments(state: TrainState, mesh: Mesh) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def seeds_at_a_time(num_seeds: int, devices: int = 1) -> int:
+    """How many seeds are best vmapped at a time: what fits the cache of a CPU; elsewhere all.
+
+    Args:
+        num_seeds: of the run.
+        devices: that they are spread over.
+
+    Returns:
+        On a CPU the largest divisor of the seeds of a device that is at most 16, for every device;
+        all seeds where that would be fewer than 4 a device.
+
+    Example:
+        >>> seeds_at_a_time(128), seeds_at_a_time(10), seeds_at_a_time(17)
+        (16, 10, 17)
+    """
+    if jax.default_backend() != "cpu":
+        return num_seeds
+    each = num_seeds // devices
+    size = max(n for n in range(1, min(each, 16) + 1) if each % n == 0)
+    return size * devices if size >= 4 else num_seeds
+
+
 def check_chunks(chunk_size: int, num_seeds: int, devices: int) -> None:
     """`ValueError` unless the devices divide the seeds trained at a time, and these all seeds."""
     positive_int("chunk_size", chunk_size)

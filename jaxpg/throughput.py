@@ -25,7 +25,7 @@ from jaxpg.registry import (
     make_policy,
 )
 from jaxpg.rollouts import init_runner, rollout
-from jaxpg.sharding import check_chunks, map_in_chunks, shard_leading_axis
+from jaxpg.sharding import check_chunks, map_in_chunks, seeds_at_a_time, shard_leading_axis
 from jaxpg.timing import (
     machine,
     markdown_table,
@@ -166,13 +166,15 @@ def check(row: Row, compute_dtype: str | None, chunk_size: int | None, devices: 
     for name in ("num_seeds", "num_envs", "num_steps", "num_updates"):
         positive_int(name, getattr(row, name))
     spread = devices if row.num_seeds > 1 else 1
-    check_chunks(chunk_of(row, chunk_size), row.num_seeds, spread)
+    check_chunks(chunk_of(row, chunk_size, spread), row.num_seeds, spread)
     jax.eval_shape(stage_function("training", row, compute_dtype), jax.random.key(0))
 
 
-def chunk_of(row: Row, chunk_size: int | None) -> int:
-    """Seeds of a row that are vmapped at a time."""
-    return row.num_seeds if chunk_size is None else min(row.num_seeds, chunk_size)
+def chunk_of(row: Row, chunk_size: int | None, devices: int) -> int:
+    """Seeds of a row that are vmapped at a time; None as the command line trains them."""
+    if chunk_size is None:
+        return seeds_at_a_time(row.num_seeds, devices)
+    return min(row.num_seeds, chunk_size)
 
 
 def measure(
@@ -194,7 +196,8 @@ def measure(
             timing = time_compiled(fn, keys[0], repeats=repeats)
         else:
             spread = keys if mesh is None else shard_leading_axis(keys, mesh)
-            mapped = map_in_chunks(fn, chunk_size=chunk_of(row, chunk_size), mesh=mesh)
+            chunk = chunk_of(row, chunk_size, 1 if mesh is None else mesh.size)
+            mapped = map_in_chunks(fn, chunk_size=chunk, mesh=mesh)
             timing = time_compiled(mapped, spread, repeats=repeats)
         result["stages"][stage] = {
             "steps_per_second": steps / timing.median,
