@@ -24,7 +24,11 @@ SHAPES = {
 
 @pytest.fixture(params=SHAPES)
 def operands(request, key):
-    x_shape, kernel_shape = SHAPES[request.param]
+    return operands_of(request.param, key)
+
+
+def operands_of(name, key):
+    x_shape, kernel_shape = SHAPES[name]
     keys = jax.random.split(key, 3)
     x = jax.random.normal(keys[0], x_shape)
     delta = jax.random.normal(keys[2], (*x_shape[:-1], kernel_shape[1]))
@@ -41,14 +45,15 @@ def test_values_and_gradients_are_those_of_a_product(operands):
     np.testing.assert_allclose(dkernel, rows.T @ delta.reshape(len(rows), -1), atol=2e-4)
 
 
-def test_forward_mode_and_second_derivatives(operands):
+@pytest.mark.parametrize("name", ["blocks", "few columns", "a large kernel"])
+def test_forward_mode_and_second_derivatives(name, key):
     def loss(multiply, x, kernel):
         return jnp.mean(jnp.tanh(multiply(x, kernel)) ** 2)
 
     def plain(x, kernel):
         return x @ kernel
 
-    x, kernel, _ = operands
+    x, kernel, _ = operands_of(name, key)
     tangents = jnp.sin(x), jnp.cos(kernel)
     for differentiate in (
         lambda f: jax.jvp(f, (x, kernel), tangents)[1],
