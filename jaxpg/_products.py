@@ -4,8 +4,8 @@ Their values are ordinary products; what differs is how XLA is asked for the gra
 which on a CPU decides how fast training is. ``xᵀ δ`` over all rows at once is spread over the
 cores at up to twice its cost on one of them, and is slow where `W` has few columns. Small kernels
 get the sum of the products of blocks of rows, which stay on one core and leave the other to the
-other network; kernels with fewer columns than rows get ``(δᵀ x)ᵀ``; others are left alone. The
-figures are in `benchmarks/README.md`. Derivatives of every order and both modes exist.
+other network; kernels with at most half as many columns as rows get ``(δᵀ x)ᵀ``; others are left
+alone. The figures are in `benchmarks/README.md`. Derivatives of every order and both modes exist.
 """
 
 from __future__ import annotations

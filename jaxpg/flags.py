@@ -123,7 +123,7 @@ class BenchOptions:
     repeats: int = 5
     """Timed calls of each, after a warm-up; the median is shown."""
     chunk_size: int | None = None
-    """Seeds vmapped at a time; None: 16 a device on a CPU, else all."""
+    """Seeds vmapped at a time; None, as in training, is up to 16 a device on a CPU, else all."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Precision of the products in hidden layers; None is float32."""
     devices: int = 1

@@ -24,7 +24,7 @@ from jaxpg._checks import positive_int
 from jaxpg.loggers import Logger
 from jaxpg.presets import Preset
 from jaxpg.registry import algorithm_name, domain_of, environment_name
-from jaxpg.sharding import map_in_chunks, seeds_at_a_time, shard_leading_axis
+from jaxpg.sharding import map_in_chunks, num_devices, seeds_at_a_time, shard_leading_axis
 from jaxpg.types import Info, Key, TrainState
 
 
@@ -181,7 +181,7 @@ def train_run(
     domain = domain_of(spec.environment)
     loggers = list(loggers)
     if chunk_size is None:
-        chunk_size = seeds_at_a_time(spec.num_seeds, 1 if mesh is None else mesh.size)
+        chunk_size = seeds_at_a_time(spec.num_seeds, num_devices(mesh))
     per_update = domain.steps_per_update(algorithm, spec.config)
     # arrays of a fixed dtype: a changed number is no other program
     config = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), spec.config)

@@ -94,6 +94,11 @@ def shard_environments(state: TrainState, mesh: Mesh) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def num_devices(mesh: Mesh | None) -> int:
+    """Devices of a mesh; None is one device."""
+    return 1 if mesh is None else mesh.size
+
+
 def seeds_at_a_time(num_seeds: int, devices: int = 1) -> int:
     """How many seeds are best vmapped at a time: what fits the cache of a CPU; elsewhere all.
 
@@ -151,7 +156,7 @@ def map_in_chunks(
     if mesh is not None:
         divides("chunk_size", chunk_size, "number of devices", mesh.size)
 
-    parts = 1 if mesh is None else mesh.size
+    parts = num_devices(mesh)
 
     def mapped(*args: PyTree) -> Tree:
         size = jax.tree.leaves(args)[0].shape[0]

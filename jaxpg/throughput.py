@@ -25,7 +25,13 @@ from jaxpg.registry import (
     make_policy,
 )
 from jaxpg.rollouts import init_runner, rollout
-from jaxpg.sharding import check_chunks, map_in_chunks, seeds_at_a_time, shard_leading_axis
+from jaxpg.sharding import (
+    check_chunks,
+    map_in_chunks,
+    num_devices,
+    seeds_at_a_time,
+    shard_leading_axis,
+)
 from jaxpg.timing import (
     machine,
     markdown_table,
@@ -196,7 +202,7 @@ def measure(
             timing = time_compiled(fn, keys[0], repeats=repeats)
         else:
             spread = keys if mesh is None else shard_leading_axis(keys, mesh)
-            chunk = chunk_of(row, chunk_size, 1 if mesh is None else mesh.size)
+            chunk = chunk_of(row, chunk_size, num_devices(mesh))
             mapped = map_in_chunks(fn, chunk_size=chunk, mesh=mesh)
             timing = time_compiled(mapped, spread, repeats=repeats)
         result["stages"][stage] = {

@@ -22,11 +22,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES)
-def operands(request, key):
-    return operands_of(request.param, key)
-
-
 def operands_of(name, key):
     x_shape, kernel_shape = SHAPES[name]
     keys = jax.random.split(key, 3)
@@ -35,7 +30,9 @@ def operands_of(name, key):
     return x, jax.random.normal(keys[1], kernel_shape), delta
 
 
-def test_values_and_gradients_are_those_of_a_product(operands):
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_and_gradients_are_those_of_a_product(name, key):
+    operands = operands_of(name, key)
     x, kernel, delta = (np.asarray(a, np.float64) for a in operands)
     value, pullback = jax.vjp(product, *operands[:2])
     dx, dkernel = pullback(operands[2])
