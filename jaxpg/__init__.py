@@ -168,6 +168,7 @@ from jaxpg.running_statistics import (
     update_statistics,
 )
 from jaxpg.sharding import (
+    data_parallel,
     device_mesh,
     map_in_chunks,
     shard_environments,
@@ -250,6 +251,7 @@ __all__ = [
     "conjugate_gradient",
     "constant_norm",
     "dapo_loss",
+    "data_parallel",
     "default_distribution",
     "device_mesh",
     "diagonal_gaussian",

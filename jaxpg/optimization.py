@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxpg._checks import divides, normalize_axis, positive_int
-from jaxpg.types import Info, Key, PyTree
+from jaxpg.types import Info, Key, Pmean, PyTree, one_replica
 
 LossFn = Callable[[PyTree, PyTree], tuple[Array, Info]]
 
@@ -30,6 +31,9 @@ def optimize(
     axis: int = 0,
     shuffle: bool = True,
     target_kl: ArrayLike | None = None,
+    prepare: Callable[[PyTree], PyTree] = lambda minibatch: minibatch,
+    rows_at_a_time: int | None = None,
+    pmean: Pmean = one_replica,
 ) -> tuple[PyTree, PyTree, Info]:
     """Takes ``num_epochs × num_minibatches`` optimizer steps on a batch.
 
@@ -52,6 +56,12 @@ def optimize(
         target_kl: early stop, checked per minibatch: the first minibatch whose
             ``metrics["approx_kl"]`` exceeds it takes no step, nor does any later one. None is off.
             (Stable-Baselines3 compares with 1.5 times its ``target_kl``.)
+        prepare: what is done with a whole minibatch before its step, outside of the gradient.
+        rows_at_a_time: gradients and metrics of a minibatch are means over parts of this many
+            entries of its axis 0, one part after another, which takes less memory. Right for
+            losses and metrics that are means over entries, each counting alike. None takes all.
+        pmean: of the gradients, and of the KL that `target_kl` bounds, where several replicas train
+            on batches of their own.
 
     Returns:
         ``(params, opt_state, metrics)``: the loss function's metrics as means over the minibatches
@@ -60,8 +70,8 @@ def optimize(
         took a step) added.
 
     Raises:
-        ValueError: `num_minibatches` does not divide ``N``; leaves differ in ``N``; `target_kl`
-            is given and the metrics hold no ``approx_kl``.
+        ValueError: `num_minibatches` does not divide ``N``, or `rows_at_a_time` what is then left;
+            leaves differ in ``N``; `target_kl` is given and the metrics hold no ``approx_kl``.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -84,18 +94,19 @@ def optimize(
     length = lengths.pop()
     divides("batch size", length, "num_minibatches", num_minibatches)
 
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    gradient = _in_parts(jax.grad(loss_fn, has_aux=True), rows_at_a_time)
 
     def minibatch_step(state: tuple, minibatch: PyTree) -> tuple[tuple, tuple[Info, Array]]:
         params, opt_state, stopped = state
-        (_, metrics), grads = gradient(params, minibatch)
+        metrics, grads = gradient(params, prepare(minibatch))
+        grads = pmean(grads)
         grad_norm = optax.tree.norm(grads)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
         if target_kl is not None:
             if "approx_kl" not in metrics:
                 raise ValueError("target_kl needs an 'approx_kl' among the metrics of loss_fn")
-            stopped = stopped | (metrics["approx_kl"] > target_kl)
+            stopped = stopped | (pmean(metrics["approx_kl"]) > target_kl)
             new_params, new_opt_state = jax.tree.map(
                 lambda new, old: jnp.where(stopped, old, new),
                 (new_params, new_opt_state),
@@ -124,6 +135,30 @@ def optimize(
     # a gradient that was never applied for being NaN must still be seen
     averaged["nonfinite"] = jnp.mean(metrics["nonfinite"])
     return params, opt_state, {**averaged, "minibatches_applied": jnp.mean(applied * 1.0)}
+
+
+def rows_in_cache(size: int, *, replicas: int = 1) -> int | None:
+    """A `rows_at_a_time` of `optimize` that keeps the activations of small networks in cache.
+
+    Args:
+        size: entries of a minibatch.
+        replicas: of the agent on this machine, which share its cores.
+
+    Returns:
+        The largest divisor of `size` up to 1,024, where that is at least 512 and a replica has one
+        core of a CPU; else None. Several cores are kept busy better by all rows at once.
+    """
+    if jax.default_backend() != "cpu" or num_cores() // replicas > 1:
+        return None
+    rows = max(n for n in range(1, min(size, 1024) + 1) if size % n == 0)
+    return rows if rows >= 512 else None
+
+
+def num_cores() -> int:
+    """Cores of this machine that the process may run on."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def skip_zero_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -181,6 +216,32 @@ def permutation(key: Key, length: int) -> Array:
     flipped = words[0] & low  # the lowest bits are not compared: still unused
     numbers = jnp.arange(length, dtype=jnp.uint32) ^ flipped
     return ((jax.lax.sort((words & ~low) | numbers) & low) ^ flipped).astype(jnp.int32)
+
+
+def _in_parts(
+    gradient: Callable[[PyTree, PyTree], tuple[PyTree, Info]], rows_at_a_time: int | None
+) -> Callable[[PyTree, PyTree], tuple[Info, PyTree]]:
+    """``(params, minibatch) -> (metrics, gradients)``, as means over parts of the minibatch."""
+
+    def whole(params: PyTree, minibatch: PyTree) -> tuple[Info, PyTree]:
+        return gradient(params, minibatch)[::-1]
+
+    def in_parts(params: PyTree, minibatch: PyTree) -> tuple[Info, PyTree]:
+        size = len(jax.tree.leaves(minibatch)[0])
+        divides("minibatch size", size, "rows_at_a_time", rows_at_a_time)
+        if size == rows_at_a_time:
+            return whole(params, minibatch)
+        stacked = jax.tree.map(lambda x: x.reshape(-1, rows_at_a_time, *x.shape[1:]), minibatch)
+        like = jax.eval_shape(whole, params, jax.tree.map(lambda x: x[0], stacked))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+        def add(total: PyTree, part: PyTree) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total, whole(params, part)), None
+
+        total, _ = jax.lax.scan(add, zeros, stacked)
+        return jax.tree.map(lambda x: x * (rows_at_a_time / size), total)
+
+    return whole if rows_at_a_time is None else in_parts
 
 
 def _deal(batch: PyTree, order: Array | None, parts: int, axis: int) -> PyTree:

@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxpg import _checks
-from jaxpg.types import PyTree
+from jaxpg.types import Pmean, PyTree, one_replica
 
 
 class RunningStatistics(NamedTuple):
@@ -62,7 +62,11 @@ def init_statistics(like: PyTree) -> RunningStatistics:
 
 
 def update_statistics(
-    stats: RunningStatistics, batch: PyTree, mask: ArrayLike | None = None
+    stats: RunningStatistics,
+    batch: PyTree,
+    mask: ArrayLike | None = None,
+    *,
+    pmean: Pmean = one_replica,
 ) -> RunningStatistics:
     """Merges a batch of rows into the statistics.
 
@@ -74,6 +78,8 @@ def update_statistics(
         batch: a tree like the rows, every leaf with the same leading axes (``[N, …]``,
             ``[T, B, …]``), as many as it has more than the statistics.
         mask: bool or 0/1 of the shape of those axes, 1 = counts; other rows may hold NaN.
+        pmean: where several replicas see rows of their own: all get the statistics of all rows,
+            with a `count` of rows of an average replica.
 
     Returns:
         The statistics with the same structure, shapes and dtypes.
@@ -95,13 +101,13 @@ def update_statistics(
     """
     rows, leaves, mean, var, tree = _aligned(stats, batch)
     weight = jnp.ones(rows, bool) if mask is None else _checks.as_mask("mask", mask, rows)
-    n = jnp.sum(weight, dtype=jnp.float32)
+    n = pmean(jnp.sum(weight, dtype=jnp.float32))
     total = stats.count + n
     w = n / jnp.maximum(total, 1.0)
     # not 1 - w: with no rows at all both weights must leave the variance alone
     kept = jnp.where(total > 0, stats.count / jnp.maximum(total, 1.0), 1.0)
     merged = [
-        _merge(m, v, x, None if mask is None else weight, len(rows), n, w, kept)
+        _merge(m, v, x, None if mask is None else weight, len(rows), n, w, kept, pmean)
         for m, v, x in zip(mean, var, leaves, strict=True)
     ]
     return RunningStatistics(
@@ -178,6 +184,7 @@ def update_return_statistics(
     truncated: ArrayLike,
     *,
     gamma: ArrayLike,
+    pmean: Pmean = one_replica,
 ) -> ReturnStatistics:
     """Carries the running discounted returns through a rollout and merges them all.
 
@@ -192,6 +199,8 @@ def update_return_statistics(
         terminated: ``[T, B]`` flags of that step.
         truncated: ``[T, B]`` flags of that step.
         gamma: discount in [0, 1], a scalar.
+        pmean: as for `update_statistics`; the running returns stay those of a replica's own
+            environments.
 
     Returns:
         The statistics after the rollout.
@@ -235,7 +244,10 @@ def update_return_statistics(
         step, stats.discounted, (rewards.astype(jnp.float32), terminated | truncated)
     )
     merged = update_statistics(
-        RunningStatistics(stats.count, stats.mean, stats.var), returns, jnp.isfinite(returns)
+        RunningStatistics(stats.count, stats.mean, stats.var),
+        returns,
+        jnp.isfinite(returns),
+        pmean=pmean,
     )
     return ReturnStatistics(after, *merged)
 
@@ -305,13 +317,15 @@ def _merge(
     n: Array,
     w: Array,
     kept: Array,
+    pmean: Pmean,
 ) -> tuple[Array, Array]:
     """Mean and variance of old rows (weight `kept`) and the `n` new ones (weight `w`) together."""
     axes = tuple(range(num_axes))
     where = None if mask is None else mask.reshape(mask.shape + (1,) * mean.ndim)
 
     def average(x: Array) -> Array:
-        return jnp.sum(x, axis=axes, where=where) / jnp.maximum(n, 1.0).astype(mean.dtype)
+        total = pmean(jnp.sum(x, axis=axes, where=where))
+        return total / jnp.maximum(n, 1.0).astype(mean.dtype)
 
     x = x.astype(mean.dtype)
     batch_mean = average(x)

@@ -1,8 +1,9 @@
 """Floor 5: runs spread over devices, and over time, as shardings of arrays under `jit`.
 
 Nothing below this floor knows of devices. A mesh of Auto axes and a sharding of the leading axis
-are enough: seeds (or settings) do not talk to each other, so XLA splits a vmapped run without any
-communication.
+are enough for seeds (or settings): they do not talk to each other, so XLA splits a vmapped run
+without any communication. One agent on several devices is `data_parallel`: every device collects
+and shuffles rows of its own, and the only thing exchanged in an optimizer step is the gradient.
 
 On CPU, ``XLA_FLAGS=--xla_force_host_platform_device_count=2``, set before jax starts, makes two
 devices of two cores (`jaxpg train --devices 2` sets it).
@@ -10,15 +11,19 @@ devices of two cores (`jaxpg train --devices 2` sets it).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpg._checks import divides, positive_int
-from jaxpg.types import PyTree, TrainState
+from jaxpg.algorithms.common import INFO_SUMS
+from jaxpg.types import Algorithm, Info, Key, PyTree, TrainState
 
 Tree = TypeVar("Tree")
 
@@ -67,7 +72,10 @@ def shard_leading_axis(tree: Tree, mesh: Mesh) -> Tree:
 
 
 def shard_environments(state: TrainState, mesh: Mesh) -> TrainState:
-    """Spreads the environments of one run over the mesh: data parallelism.
+    """Spreads the environments of one run over the mesh, under any algorithm's own `step`.
+
+    XLA then splits that step and computes the same numbers as one device: a shuffle over all rows
+    moves most of them to another device. `data_parallel` leaves rows where they are.
 
     Args:
         state: of one run (not a stack of runs).
@@ -80,18 +88,104 @@ def shard_environments(state: TrainState, mesh: Mesh) -> TrainState:
     Raises:
         ValueError: the number of devices does not divide the number of environments.
     """
-    num_envs = state.runner.reset.shape[0]
-    divides("num_envs", num_envs, "number of devices", mesh.size)
-    split = NamedSharding(mesh, PartitionSpec(AXIS))
-    whole = NamedSharding(mesh, PartitionSpec())
+    divides("num_envs", state.runner.reset.shape[0], "number of devices", mesh.size)
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), state, _specs(state)
+    )
 
-    def place(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        of_environments = path[0].name == "runner" or (
-            path[0].name == "statistics" and x.ndim > 0 and x.shape[0] == num_envs
+
+def data_parallel(algorithm: Algorithm, mesh: Mesh) -> Algorithm:
+    """`algorithm` with the environments of one agent spread over the devices of a mesh.
+
+    Each of D devices steps ``num_envs / D`` environments, and cuts its own rows into
+    ``num_minibatches``, in an order of its own. Optimizer step k is along the mean over devices of
+    the gradients of their k-th minibatches::
+
+        g = 1/D Σ_d ∇L(minibatch k of device d)
+
+    which is the gradient of the union of these minibatches, but for one thing: advantages are
+    normalised over what a device holds. Early stops, adaptive KL coefficients and running
+    statistics follow the mean over devices too, so parameters stay equal everywhere.
+
+    Args:
+        algorithm: `ppo`, `actor_critic`, `grpo`, or one of your own whose ``step`` takes ``pmean=``
+            and passes it on to `optimize` (and to whatever else must agree over devices).
+        mesh: from `device_mesh`.
+
+    Returns:
+        An `Algorithm` with the same configs and states, whose ``num_envs`` are those of all
+        devices. ``init`` spreads the state; jit, `train` and `evaluate` as any other. Sums in the
+        info are over all devices, everything else is the mean.
+
+    Raises:
+        TypeError: ``algorithm.step`` takes no ``pmean``.
+        ValueError: from ``init``: the devices do not divide ``num_envs``, or what is left for a
+            device does not divide into minibatches or groups.
+
+    Example:
+        >>> import jax, jaxpg
+        >>> env = jaxpg.from_gymnax("CartPole-v1")
+        >>> algorithm = data_parallel(jaxpg.ppo(env, jaxpg.mlp_policy(env)), device_mesh())
+        >>> config = jaxpg.PPOConfig(num_envs=8, num_steps=16)
+        >>> state, infos = jaxpg.train(algorithm, jax.random.key(0), config, 2)
+        >>> print(infos["env_steps"])
+        [128. 128.]
+    """
+    if "pmean" not in inspect.signature(algorithm.step).parameters:
+        raise TypeError(
+            "data_parallel needs an algorithm whose step takes pmean=, as those of ppo, "
+            "actor_critic and grpo do: shard_environments spreads any other"
         )
-        return jax.device_put(x, split if of_environments else whole)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    def of_one_device(config: Any) -> Any:
+        divides("num_envs", config.num_envs, "number of devices", mesh.size)
+        return config.replace(num_envs=config.num_envs // mesh.size)
+
+    def init(key: Key, config: Any) -> TrainState:
+        # for its checks of sizes
+        jax.eval_shape(lambda key: algorithm.init(key, of_one_device(config)), key)
+        return shard_environments(algorithm.init(key, config), mesh)
+
+    def step(state: TrainState, config: Any) -> tuple[TrainState, Info]:
+        config = of_one_device(config)
+        specs = _specs(state)
+
+        def on_one_device(state: TrainState, config: Any) -> tuple[TrainState, Info]:
+            next_key, key = jax.random.split(state.key)
+            own = state._replace(key=jax.random.fold_in(key, jax.lax.axis_index(AXIS)))
+            after, info = algorithm.step(own, config, pmean=_pmean)
+            info = _pmean(info)
+            info |= {name: info[name] * mesh.size for name in INFO_SUMS if name in info}
+            return after._replace(key=next_key), info
+
+        # With check_vma, gradients of unvarying parameters would come out as sums over devices,
+        # and their mean would be D times too large.
+        return jax.shard_map(
+            on_one_device,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=(specs, PartitionSpec()),
+            check_vma=False,
+        )(state, jax.tree.map(jnp.asarray, config))
+
+    return algorithm._replace(init=init, step=step)
+
+
+def _pmean(tree: Tree) -> Tree:
+    """The mean over devices, of all leaves in one message: many small ones take longer."""
+    flat, unravel = ravel_pytree(tree)
+    return unravel(jax.lax.pmean(flat, AXIS))
+
+
+def _specs(state: TrainState) -> TrainState:
+    """The part of each leaf that a device holds: its own environments, and all of the rest."""
+
+    def spec(path: tuple[Any, ...], _: jax.Array) -> PartitionSpec:
+        names = tuple(getattr(entry, "name", None) for entry in path)
+        of_environments = names[0] == "runner" or names == ("statistics", "returns", "discounted")
+        return PartitionSpec(AXIS) if of_environments else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, state)
 
 
 def num_devices(mesh: Mesh | None) -> int:

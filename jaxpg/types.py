@@ -245,6 +245,16 @@ Optimizer = Callable[[Any], Any]
 swept: a learning rate closed over by a transformation could not."""
 
 
+Pmean = Callable[[PyTree], PyTree]
+"""The mean of every leaf over all replicas that train one agent together. What an algorithm learns
+from must pass through it, and then every replica takes the same step."""
+
+
+def one_replica(tree: PyTree) -> PyTree:
+    """The `Pmean` of an agent that is trained by itself: `tree` as it is."""
+    return tree
+
+
 def split_key(key: Key, *names: str) -> dict[str, Key]:
     """One key per name. `jax.random.split(k, 2)` equals ``split(k, 8)[:2]``: split a key once."""
     keys = jax.random.split(key, len(names))

@@ -73,6 +73,20 @@ def test_explained_variance():
     np.testing.assert_allclose(explained_variance(values, targets, mask), expected, rtol=1e-6)
 
 
+def test_explained_variance_of_all_replicas_is_no_mean_of_theirs():
+    """G17: two replicas with unequal counts, far apart in mean."""
+    targets = jnp.asarray([[1.0, 2.0, 4.0, 0.0], [100.0, 103.0, 0.0, 0.0]])
+    values = targets + jnp.asarray([[0.5, -0.5, 0.2, 9.0], [3.0, 5.0, 9.0, 9.0]])
+    mask = jnp.asarray([[True, True, True, False], [True, True, False, False]])
+
+    def shared(*arrays):
+        return explained_variance(*arrays, lambda x: jax.lax.pmean(x, "replica"))
+
+    got = jax.vmap(shared, axis_name="replica")(values, targets, mask)
+    t, v = (np.asarray(x)[np.asarray(mask)] for x in (targets, values))
+    np.testing.assert_allclose(got, [1 - np.var(t - v) / np.var(t)] * 2, rtol=1e-5)
+
+
 def test_an_action_mask_is_not_normalised():
     obs = {"x": jnp.asarray([[0.0], [10.0]]), "action_mask": jnp.asarray([[True, False]] * 2)}
     statistics = update_statistics(init_statistics({"x": jnp.zeros(1)}), {"x": obs["x"]})

@@ -11,7 +11,8 @@ import optax
 import pytest
 from scipy import stats
 
-from jaxpg.optimization import optimize, permutation
+from jaxpg import optimization
+from jaxpg.optimization import optimize, permutation, rows_in_cache
 
 SGD = optax.sgd(0.1)
 
@@ -133,6 +134,88 @@ def test_target_kl_stops_before_the_step_that_exceeds_it(key):
             num_epochs=1,
             num_minibatches=1,
             target_kl=0.1,
+        )
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6])
+def test_parts_of_a_minibatch_make_the_same_steps(key, rows):
+    """Gradients and metrics of means are means over equal parts, to rounding."""
+    batch = {"x": jax.random.normal(key, (12, 3)), "y": jnp.arange(12.0)}
+
+    def loss(params, batch):
+        error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+        return jnp.mean(error**2), {"error": jnp.mean(jnp.abs(error))}
+
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())}
+
+    def run(**settings):
+        settings |= {"num_epochs": 2, "num_minibatches": 2}
+        return optimize(key, loss, SGD, params, SGD.init(params), batch, **settings)
+
+    whole, parts = run(), jax.jit(lambda: run(rows_at_a_time=rows))()
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), whole, parts)
+    with pytest.raises(ValueError, match="rows_at_a_time=4 does not divide minibatch size=6"):
+        run(rows_at_a_time=4)
+
+
+def test_a_minibatch_is_prepared_whole_and_without_gradient(key):
+    """Centred over all six rows of it, whatever the parts; each entry is then what it was alone."""
+    batch = jnp.asarray([1.0, 2.0, 3.0, 4.0, 5.0, 15.0])
+    seen = optimize(
+        key,
+        lambda params, batch: (jnp.mean((params - batch) ** 2), {"square": jnp.mean(batch**2)}),
+        SGD,
+        jnp.zeros(()),
+        SGD.init(0.0),
+        batch,
+        num_epochs=1,
+        num_minibatches=1,
+        prepare=lambda minibatch: minibatch - jnp.mean(minibatch),
+        rows_at_a_time=2,
+    )
+    np.testing.assert_allclose(seen[0], 0.0, atol=1e-6)
+    np.testing.assert_allclose(seen[2]["square"], np.var(batch), rtol=1e-6)
+
+
+def test_rows_in_cache(monkeypatch):
+    """Parts only where a replica has a core of its own."""
+    monkeypatch.setattr(optimization, "num_cores", lambda: 2)
+    assert rows_in_cache(16384) is None
+    assert rows_in_cache(16384, replicas=2) == 1024
+    assert rows_in_cache(3 * 2**11, replicas=2) == 1024
+    assert rows_in_cache(2 * 701, replicas=2) == 701
+    assert rows_in_cache(2 * 1031, replicas=2) is None  # twice a prime: parts of 2
+    assert rows_in_cache(128, replicas=2) is None
+
+
+def test_replicas_descend_together(key):
+    """Two replicas under `vmap`: the mean of their gradients, and one early stop for both."""
+    batches = jnp.asarray([[1.0, 3.0], [5.0, 7.0]])
+
+    def pmean(tree):
+        return jax.lax.pmean(tree, "replica")
+
+    def run(batch, **settings):
+        def loss(params, batch):
+            return jnp.mean((params - batch) ** 2), {"approx_kl": jnp.mean(batch)}
+
+        params = jnp.zeros(())
+        settings |= {"num_epochs": 2, "num_minibatches": 1, "pmean": pmean}
+        return optimize(key, loss, SGD, params, SGD.init(params), batch, **settings)
+
+    params, _, metrics = jax.vmap(run, axis_name="replica")(batches)
+    w = 0.0
+    for _ in range(2):
+        w -= 0.1 * 2 * (w - 4.0)
+    np.testing.assert_allclose(params, [w, w], rtol=1e-6)
+    assert metrics["grad_norm"][0] == metrics["grad_norm"][1]
+    for target_kl, applied in ((3.0, 0.0), (5.0, 1.0)):  # KL is 2 and 6, so 4 for both
+
+        def stopping(batch, target_kl=target_kl):
+            return run(batch, target_kl=target_kl)[2]["minibatches_applied"]
+
+        np.testing.assert_array_equal(
+            jax.vmap(stopping, axis_name="replica")(batches), [applied, applied]
         )
 
 

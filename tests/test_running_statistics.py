@@ -207,6 +207,41 @@ def test_nan_leaves_with_its_episode() -> None:
         np.testing.assert_allclose(stats.var, np.var([3, 1, 2, 3]), rtol=1e-6)
 
 
+def test_replicas_share_statistics_of_all_rows() -> None:
+    """Two replicas with unequal numbers of valid rows: mean and variance of all of them."""
+    rng = np.random.default_rng(6)
+    x = rng.normal(1e3, 2.0, (2, 3, 9)).astype(np.float32)  # two batches
+    masks = rng.random((2, 3, 9)) < np.array([0.2, 0.9, 0.5])[:, None]
+
+    def pmean(tree: jax.Array) -> jax.Array:
+        return jax.lax.pmean(tree, "replica")
+
+    def run(batches: jax.Array, masks: jax.Array) -> RunningStatistics:
+        stats = init_statistics(jnp.zeros(()))
+        for batch, mask in zip(batches, masks, strict=True):
+            stats = update_statistics(stats, batch, mask, pmean=pmean)
+        return stats
+
+    together = jax.vmap(run, in_axes=1, axis_name="replica")(jnp.asarray(x), jnp.asarray(masks))
+    rows = x[masks].astype(np.float64)
+    np.testing.assert_allclose(together.mean, [rows.mean()] * 3, rtol=1e-6)
+    np.testing.assert_allclose(together.var, [rows.var()] * 3, rtol=1e-4)
+    np.testing.assert_allclose(together.count, [masks.sum() / 3] * 3, rtol=1e-6)
+
+    rewards = jnp.asarray(x[:, :2, :8].reshape(2, 4, 4))  # [replica, T, B]
+    ends = jnp.zeros((2, 4, 4), bool)
+
+    def scaled(rewards: jax.Array, ends: jax.Array, **settings: object) -> ReturnStatistics:
+        stats = init_return_statistics(rewards.shape[1])
+        return update_return_statistics(stats, rewards, ends, ends, gamma=0.9, **settings)
+
+    shared = jax.vmap(lambda r, e: scaled(r, e, pmean=pmean), axis_name="replica")(rewards, ends)
+    alone = scaled(jnp.concatenate(list(rewards), axis=1), jnp.zeros((4, 8), bool))
+    np.testing.assert_allclose(shared.var, [alone.var] * 2, rtol=1e-5)
+    np.testing.assert_allclose(shared.mean, [alone.mean] * 2, rtol=1e-6)
+    np.testing.assert_allclose(shared.discounted.ravel(), alone.discounted, rtol=1e-6)
+
+
 def test_reward_statistics_vmap_over_seeds_and_gamma() -> None:
     rng = np.random.default_rng(5)
     rewards = jnp.asarray(rng.normal(size=(2, 6, 3)), jnp.float32)

@@ -38,10 +38,12 @@ from jaxpg.types import (
     Info,
     Key,
     Optimizer,
+    Pmean,
     Policy,
     PyTree,
     TrainState,
     Transition,
+    one_replica,
     split_key,
 )
 
@@ -147,12 +149,14 @@ def actor_critic(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algor
         )
         return loss, {**metrics, "approx_kl": jnp.mean(kl_k3(rows.log_prob, log_probs))}
 
-    def step(state: TrainState, config: ActorCriticConfig) -> tuple[TrainState, Info]:
+    def step(
+        state: TrainState, config: ActorCriticConfig, *, pmean: Pmean = one_replica
+    ) -> tuple[TrainState, Info]:
         config = current(config, state.update)
         keys = split_key(state.key, "next", "rollout", "optimize")
         by_action = config.advantage == "action_value"
         valued = expected_value(policy) if by_action else policy
-        data = collect(keys["rollout"], env, valued, state, config)
+        data = collect(keys["rollout"], env, valued, state, config, pmean=pmean)
         rows = data.rows
         targets = value_targets(data, config)
         judged = targets
@@ -173,9 +177,10 @@ def actor_critic(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algor
             num_epochs=config.num_epochs,
             num_minibatches=config.num_minibatches,
             axis=1,
+            pmean=pmean,
         )
         state = advance(state, keys["next"], data, params, opt_state)
-        return state, report(data, metrics, targets=targets)
+        return state, report(data, metrics, targets=targets, pmean=pmean)
 
     return Algorithm(init, step, acting(policy), env, carry_of(policy))
 

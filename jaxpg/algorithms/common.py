@@ -37,11 +37,13 @@ from jaxpg.types import (
     Info,
     Key,
     Optimizer,
+    Pmean,
     Policy,
     PyTree,
     Runner,
     TrainState,
     Transition,
+    one_replica,
     split_key,
 )
 
@@ -62,6 +64,16 @@ INFO_FIELDS = (
     "unbootstrapped",  # truncations beyond what `Env.time_limit` promised
 )
 """What the info of every algorithm holds. A field that does not apply to one is 0 there."""
+
+INFO_SUMS = (
+    "episode_return_sum",
+    "episode_length_sum",
+    "episode_count",
+    "env_steps",
+    "live_steps",
+    "unbootstrapped",
+)
+"""Those of them that add up over replicas. The others are means."""
 
 
 def static(default: Any, **kwargs: Any) -> Any:
@@ -289,6 +301,7 @@ def collect(
     *,
     params: PyTree | None = None,
     runner: Runner | None = None,
+    pmean: Pmean = one_replica,
 ) -> Collected:
     """One rollout from where the state stands, with the statistics from before it.
 
@@ -300,6 +313,7 @@ def collect(
         config: the current config.
         params: act with these instead of ``state.params`` (a behaviour policy).
         runner: start here instead of ``state.runner`` (fresh resets).
+        pmean: of what the statistics take in.
 
     Returns:
         The rollout, normalised and scaled, and the statistics for the next one.
@@ -318,11 +332,16 @@ def collect(
     obs_statistics, return_statistics = statistics
     obs, reward = rows.obs, rows.reward
     if config.normalize_obs:
-        obs_statistics = update_statistics(statistics.obs, observed(obs))
+        obs_statistics = update_statistics(statistics.obs, observed(obs), pmean=pmean)
         obs = normalize_obs(statistics, obs)
     if config.normalize_rewards:
         return_statistics = update_return_statistics(
-            statistics.returns, reward, rows.terminated, rows.truncated, gamma=config.gamma
+            statistics.returns,
+            reward,
+            rows.terminated,
+            rows.truncated,
+            gamma=config.gamma,
+            pmean=pmean,
         )
         reward = scale_rewards(statistics.returns, reward)
     return Collected(
@@ -361,6 +380,7 @@ def report(
     *,
     targets: Array | None = None,
     mask: Array | None = None,
+    pmean: Pmean = one_replica,
 ) -> Info:
     """The info of one update: `INFO_FIELDS` and whatever else `metrics` holds.
 
@@ -369,6 +389,8 @@ def report(
         metrics: scalars of the losses and the optimizer.
         targets: ``[T, B]`` value targets, for the explained variance of the critic.
         mask: ``[T, B]`` the rows that the losses saw; None is all.
+        pmean: for the explained variance over all replicas. What else is there counts, or is a
+            mean, and is left to the caller.
 
     Returns:
         Scalars, float32.
@@ -384,24 +406,33 @@ def report(
         "live_steps": slots if mask is None else jnp.sum(mask),
     }
     if targets is not None:
-        info["explained_variance"] = explained_variance(data.rows.value, targets, mask)
+        info["explained_variance"] = explained_variance(data.rows.value, targets, mask, pmean)
     info |= metrics
     return {name: jnp.asarray(x, jnp.float32) for name, x in info.items()}
 
 
-def explained_variance(values: Array, targets: Array, mask: Array | None = None) -> Array:
+def explained_variance(
+    values: Array, targets: Array, mask: Array | None = None, pmean: Pmean = one_replica
+) -> Array:
     """``1 − Var[target − value] / Var[target]``: 1 is perfect, 0 is no better than a constant.
 
     Args:
         values: ``[…]`` predictions.
         targets: ``[…]`` what they should have been.
         mask: ``[…]`` the entries that count; None is all.
+        pmean: where several replicas hold entries of their own.
 
     Returns:
         A scalar; 0 where the targets do not vary.
     """
-    residual = jnp.var(targets - values, where=mask)
-    spread = jnp.var(targets, where=mask)
+    pairs = jnp.stack([targets - values, targets])
+    axes = tuple(range(1, pairs.ndim))
+    count = targets.size if mask is None else jnp.maximum(pmean(jnp.sum(mask) * 1.0), 1.0)
+
+    def average(x: Array) -> Array:
+        return pmean(jnp.sum(x, axis=axes, where=mask, keepdims=True)) / count
+
+    residual, spread = average((pairs - average(pairs)) ** 2).ravel()
     varies = spread > 0
     return jnp.where(varies, 1.0 - residual / jnp.where(varies, spread, 1.0), 0.0)
 

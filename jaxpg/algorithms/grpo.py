@@ -38,10 +38,12 @@ from jaxpg.types import (
     Info,
     Key,
     Optimizer,
+    Pmean,
     Policy,
     PyTree,
     TrainState,
     Transition,
+    one_replica,
     split_key,
 )
 
@@ -180,15 +182,18 @@ def grpo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
             return dapo_loss(*arrays, denominator=num_live, **settings)
         return grpo_loss(*arrays, axis=0, **settings)
 
-    def step(state: TrainState, config: GRPOConfig) -> tuple[TrainState, Info]:
+    def step(
+        state: TrainState, config: GRPOConfig, *, pmean: Pmean = one_replica
+    ) -> tuple[TrainState, Info]:
         config = current(whole_episodes(config, env), state.update)
         keys = split_key(state.key, "next", "reset", "rollout", "optimize")
         runner = init_runner(
             keys["reset"], env, policy, config.num_envs, group_size=config.group_size
         )
-        data = collect(keys["rollout"], env, policy, state, config, runner=runner)
+        data = collect(keys["rollout"], env, policy, state, config, runner=runner, pmean=pmean)
         rows = data.rows
         live = first_episode_mask(rows)
+        num_live = pmean(jnp.sum(live) / config.num_minibatches)
         ref_log_prob = ()
         if config.kl_coef is not None:
             ref_dist_params, _ = replay(policy, state.extra, rows.obs, reset=live)
@@ -199,9 +204,7 @@ def grpo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
         split = (config.num_steps, -1, config.group_size) if groups else (-1,)
         params, opt_state, metrics = optimize(
             keys["optimize"],
-            lambda params, batch: loss_fn(
-                params, batch, config, jnp.sum(live) / config.num_minibatches
-            ),
+            lambda params, batch: loss_fn(params, batch, config, num_live),
             skip_zero_gradients(optimizer(config)),
             state.params,
             state.opt_state,
@@ -210,6 +213,7 @@ def grpo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
             num_minibatches=config.num_minibatches,
             axis=1 if groups else 0,
             target_kl=config.target_kl,
+            pmean=pmean,
         )
         reference = state.extra
         if config.kl_coef is not None and config.ref_refresh_updates is not None:

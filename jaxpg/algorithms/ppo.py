@@ -30,9 +30,21 @@ from jaxpg.algorithms.common import (
 )
 from jaxpg.kl import adaptive_kl_coef
 from jaxpg.objectives import ppo_clip_loss, ppo_kl_loss
-from jaxpg.optimization import optimize
+from jaxpg.optimization import optimize, rows_in_cache
 from jaxpg.rollouts import replay
-from jaxpg.types import Algorithm, Env, Info, Key, Optimizer, Policy, PyTree, TrainState, split_key
+from jaxpg.types import (
+    Algorithm,
+    Env,
+    Info,
+    Key,
+    Optimizer,
+    Pmean,
+    Policy,
+    PyTree,
+    TrainState,
+    one_replica,
+    split_key,
+)
 
 
 @struct.dataclass(kw_only=True)
@@ -138,9 +150,6 @@ def ppo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
             policy, params, batch.obs, carry, batch.reset if recurrent else None
         )
         log_probs = family.log_prob(dist_params, batch.action)
-        advantages = batch.advantage
-        if config.normalize_advantages == "minibatch":
-            advantages = normalize(advantages)
         shared = {
             "entropies": family.entropy(dist_params),
             "vf_coef": config.vf_coef,
@@ -150,7 +159,7 @@ def ppo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
             return ppo_clip_loss(
                 log_probs,
                 batch.old_log_prob,
-                advantages,
+                batch.advantage,
                 values,
                 batch.target,
                 old_values=batch.old_value,
@@ -165,7 +174,7 @@ def ppo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
         return ppo_kl_loss(
             log_probs,
             batch.old_log_prob,
-            advantages,
+            batch.advantage,
             values,
             batch.target,
             kl,
@@ -173,10 +182,12 @@ def ppo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
             **shared,
         )
 
-    def step(state: TrainState, config: PPOConfig) -> tuple[TrainState, Info]:
+    def step(
+        state: TrainState, config: PPOConfig, *, pmean: Pmean = one_replica
+    ) -> tuple[TrainState, Info]:
         config = current(config, state.update)
         keys = split_key(state.key, "next", "rollout", "optimize")
-        data = collect(keys["rollout"], env, policy, state, config)
+        data = collect(keys["rollout"], env, policy, state, config, pmean=pmean)
         rows = data.rows
         advantages = gae(
             rows.reward,
@@ -191,6 +202,14 @@ def ppo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
         if config.normalize_advantages == "batch":
             advantages = normalize(advantages)
         batch = make_batch(data, advantages, targets, recurrent, config.kl_coef is not None)
+
+        def prepare(minibatch: Batch) -> Batch:
+            if config.normalize_advantages != "minibatch":
+                return minibatch
+            return minibatch._replace(advantage=normalize(minibatch.advantage))
+
+        minibatch_size = config.num_envs * config.num_steps // config.num_minibatches
+        replicas = 1 if pmean is one_replica else jax.local_device_count()
         kl_coef = state.extra
         if config.kl_coef is not None and config.kl_target is None:
             kl_coef = config.kl_coef
@@ -205,15 +224,19 @@ def ppo(env: Env, policy: Policy, optimizer: Optimizer = adam) -> Algorithm:
             num_minibatches=config.num_minibatches,
             axis=1 if recurrent else 0,
             target_kl=config.target_kl,
+            prepare=prepare,
+            # the rows of a recurrent policy are moments in time, not to be parted
+            rows_at_a_time=None if recurrent else rows_in_cache(minibatch_size, replicas=replicas),
+            pmean=pmean,
         )
         if config.kl_coef is not None:
             dist_params, _ = replay(policy, params, rows.obs, data.carry, rows.reset)
-            kl = jnp.mean(family.kl(rows.dist_params, dist_params))
+            kl = pmean(jnp.mean(family.kl(rows.dist_params, dist_params)))
             metrics |= {"kl": kl, "kl_coef": jnp.asarray(kl_coef)}
             if config.kl_target is not None:
                 kl_coef = adaptive_kl_coef(kl_coef, kl, target_kl=config.kl_target)
         state = advance(state, keys["next"], data, params, opt_state, extra=kl_coef)
-        return state, report(data, metrics, targets=targets)
+        return state, report(data, metrics, targets=targets, pmean=pmean)
 
     return Algorithm(init, step, acting(policy), env, carry_of(policy))
 
