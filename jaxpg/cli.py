@@ -52,8 +52,14 @@ from jaxpg.run_folders import (
     start_folder,
     write_config,
 )
-from jaxpg.runs import RunSpec, build, check_evaluation, evaluate_run, make_spec
-from jaxpg.sharding import check_chunks
+from jaxpg.runs import (
+    RunSpec,
+    build,
+    check_devices,
+    check_evaluation,
+    evaluate_run,
+    make_spec,
+)
 from jaxpg.terminal import lines_table, make_console, scores_table
 from jaxpg.token_domain import TASK_NOTES, TOKENS
 
@@ -132,8 +138,7 @@ def train(words: list[str]) -> int:
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
         mesh = mesh_of(run.devices, spec.num_seeds)
-        if run.chunk_size is not None:
-            check_chunks(run.chunk_size, spec.num_seeds, run.devices)
+        check_devices(spec, algorithm, mesh, run.chunk_size)
         folder = free_folder(run.run_dir, spec, overwrite=run.overwrite)
         start_folder(folder, spec)
     if own:
@@ -191,8 +196,7 @@ def resume(words: list[str], folder: Path) -> int:
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
         mesh = mesh_of(run.devices, spec.num_seeds)
-        if run.chunk_size is not None:
-            check_chunks(run.chunk_size, spec.num_seeds, run.devices)
+        check_devices(spec, algorithm, mesh, run.chunk_size)
         states = load_states(folder, spec, algorithm)
         update = int(np.asarray(states.update)[0])
         check_unfinished(spec, update, per_update)

@@ -51,7 +51,8 @@ class RunOptions:
     overwrite: Switch = False
     """Replace the run that stands in --run-dir."""
     devices: int = 1
-    """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
+    """Devices that the seeds are spread over, or the environments of a single one. On CPU jax makes
+    as many of the cores."""
     chunk_size: int | None = None
     """Seeds trained at a time; None is up to 16 a device on a CPU (for its cache), else all."""
     quiet: Switch = False
@@ -69,7 +70,8 @@ class ResumeOptions:
     eval_episodes: int = 32
     """Episodes (prompts on token tasks) of each seed at the end, greedy and again sampled."""
     devices: int = 1
-    """Devices that the seeds are spread over. On CPU jax makes as many of the cores."""
+    """Devices that the seeds are spread over, or the environments of a single one. On CPU jax makes
+    as many of the cores."""
     chunk_size: int | None = None
     """Seeds trained at a time; None is up to 16 a device on a CPU (for its cache), else all."""
     quiet: Switch = False
@@ -240,13 +242,14 @@ def request_devices(words: Sequence[str]) -> None:
 
 
 def mesh_of(devices: int, num_seeds: int) -> Mesh | None:
-    """The devices that the seeds are spread over; None for one.
+    """The devices that the seeds are spread over, or a single one's environments; None for one.
 
     Raises:
         ValueError: there are fewer, or they do not divide the seeds.
     """
     positive_int("devices", devices)
-    divides("num_seeds", num_seeds, "devices", devices)
+    if num_seeds > 1:
+        divides("num_seeds", num_seeds, "devices", devices)
     found = jax.devices()
     if devices > len(found):
         raise ValueError(f"devices={devices}, but jax has {len(found)} ({found[0].platform})")

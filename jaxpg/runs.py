@@ -24,7 +24,15 @@ from jaxpg._checks import positive_int
 from jaxpg.loggers import Logger
 from jaxpg.presets import Preset
 from jaxpg.registry import algorithm_name, domain_of, environment_name
-from jaxpg.sharding import map_in_chunks, num_devices, seeds_at_a_time, shard_leading_axis
+from jaxpg.sharding import (
+    check_chunks,
+    data_parallel,
+    map_in_chunks,
+    num_devices,
+    seeds_at_a_time,
+    shard_environments,
+    shard_leading_axis,
+)
 from jaxpg.types import Info, Key, TrainState
 
 
@@ -163,7 +171,8 @@ def train_run(
         spec: the description.
         algorithm: what `build` made of it.
         states: goes on from here (and consumes them) instead of from ``algorithm.init``.
-        mesh: spreads the seeds over these devices (`jaxpg.device_mesh`).
+        mesh: spreads the seeds, or the environments of a single one, over these devices
+            (`jaxpg.device_mesh`).
         chunk_size: seeds vmapped at a time; None takes `jaxpg.sharding.seeds_at_a_time`.
         num_points: pieces that the run is cut into, at most.
         loggers: each gets every point, and is closed at the end.
@@ -181,7 +190,7 @@ def train_run(
     domain = domain_of(spec.environment)
     loggers = list(loggers)
     if chunk_size is None:
-        chunk_size = seeds_at_a_time(spec.num_seeds, num_devices(mesh))
+        chunk_size = seeds_at_a_time(spec.num_seeds, devices_of_seeds(spec, mesh))
     per_update = domain.steps_per_update(algorithm, spec.config)
     # arrays of a fixed dtype: a changed number is no other program
     config = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), spec.config)
@@ -196,10 +205,10 @@ def train_run(
         )
     sharding = None
     if mesh is not None:
-        states = shard_leading_axis(states, mesh)
+        states = _spread(states, mesh)
         sharding = jax.tree.map(lambda x: x.sharding, states)
     piece = jax.jit(
-        piece_of(algorithm, chunk_size, mesh),
+        piece_of(_on_devices(algorithm, spec, mesh), chunk_size, mesh),
         donate_argnums=0,
         out_shardings=(sharding, None, None),
     )
@@ -240,6 +249,42 @@ def train_run(
         diverged=diverged,
         diverged_at=diverged_at,
     )
+
+
+def check_devices(spec: RunSpec, algorithm: Any, mesh: Mesh | None, chunk_size: int | None) -> None:
+    """`ValueError` for devices and chunks that do not fit a run: ask before training."""
+    if chunk_size is not None:
+        check_chunks(chunk_size, spec.num_seeds, devices_of_seeds(spec, mesh))
+    spread = _on_devices(algorithm, spec, mesh)
+    if spread is not algorithm:
+        jax.eval_shape(lambda key: spread.init(key, spec.config), jax.random.key(0))
+
+
+def devices_of_seeds(spec: RunSpec, mesh: Mesh | None) -> int:
+    """Devices that the seeds of a run are spread over: those of a single seed share it instead."""
+    return num_devices(mesh) if spec.num_seeds > 1 else 1
+
+
+def _on_devices(algorithm: Any, spec: RunSpec, mesh: Mesh | None) -> Any:
+    """`algorithm`, data-parallel if a single seed is trained on several devices."""
+    if mesh is None or spec.num_seeds > 1:
+        return algorithm
+    try:
+        return data_parallel(algorithm, mesh)
+    except TypeError as error:
+        raise ValueError(
+            f"devices={mesh.size} does not divide num_seeds=1, and {spec.algorithm} on "
+            f"{spec.environment} cannot spread a single seed: ppo, actor_critic and grpo can, on "
+            "environments"
+        ) from error
+
+
+def _spread(states: TrainState, mesh: Mesh) -> TrainState:
+    """The states ``[S, …]`` of all seeds over devices; those of one seed by its environments."""
+    if states.update.shape[0] > 1:
+        return shard_leading_axis(states, mesh)
+    state = shard_environments(jax.tree.map(lambda x: x[0], states), mesh)
+    return jax.tree.map(lambda x: x[None], state)
 
 
 def evaluate_run(

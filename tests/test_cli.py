@@ -224,6 +224,28 @@ def test_seeds_spread_over_devices_and_in_chunks(
     assert odd.code == 2 and odd.err == "jaxpg: devices=2 does not divide num_seeds=3\n"
 
 
+def test_one_seed_spread_over_devices(tmp_path: Path) -> None:
+    """By its environments; a run that is cut and goes on there is the uncut one."""
+    one = TINY.replace("--num-seeds 2", "--num-seeds 1") + " --devices 2"
+    whole = call(one, "--total-steps 170 --run-dir", tmp_path / "whole")
+    assert (whole.code, whole.err) == (0, "")
+    assert read_metrics(tmp_path / "whole" / "metrics.csv")["steps"][-1] == 192
+    assert call(one, "--total-steps 64 --run-dir", tmp_path / "cut").code == 0
+    further = "--total-steps 170 --devices 2 --eval-episodes 3"
+    resumed = call("train --resume", tmp_path / "cut", further)
+    assert (resumed.code, resumed.err) == (0, "")
+    results = [json.loads((tmp_path / x / "results.json").read_text()) for x in ("whole", "cut")]
+    assert results[0]["evaluation"] == results[1]["evaluation"]
+    for a, b in zip(all_states(tmp_path / "whole"), all_states(tmp_path / "cut"), strict=True):
+        np.testing.assert_array_equal(a, b)
+    apart = call(one, "--num-envs 3 --num-minibatches 3 --run-dir", tmp_path / "apart")
+    assert apart.code == 2
+    assert apart.err == "jaxpg: number of devices=2 does not divide num_envs=3\n"
+    alone = call("train reinforce CartPole-v1 --num-seeds 1 --devices 2 --run-dir", tmp_path / "no")
+    assert alone.code == 2 and "reinforce on CartPole-v1 cannot spread a single seed" in alone.err
+    assert not (tmp_path / "no").exists()
+
+
 def test_evaluate_agrees_with_the_run(finished: tuple[Path, Outcome]) -> None:
     folder, trained = finished
     greedy = call("evaluate", folder, "--episodes", 3)

@@ -38,8 +38,8 @@ def main():
         keys = jax.random.split(key, num_seeds)
         args = (keys if mesh is None else jaxpg.shard_leading_axis(keys, mesh),)
     elif mesh is not None:
-        state = jaxpg.shard_environments(jax.jit(algorithm.init)(key, config), mesh)
-        fn, args = lambda s: jaxpg.train(algorithm, None, config, num_updates, state=s), (state,)
+        algorithm = jaxpg.data_parallel(algorithm, mesh)
+        fn, args = train, (key,)
     else:
         fn, args = train, (key,)
 
