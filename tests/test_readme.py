@@ -46,6 +46,7 @@ def test_python_blocks_run_in_order() -> None:
     np.testing.assert_allclose(names["advantages"], [1.4 + 0.9 * 4.0, 4.0, 1.2], rtol=1e-5)
     assert names["gradient"].shape == (3, 2)
     assert int(names["state"].update) == 2
+    assert float(names["info"]["env_steps"]) == 2 * 16  # of the data-parallel agent
     assert names["returns"].shape == (2, 2)
     assert names["infos"]["entropy"].shape == (2,)
     assert "(3, 2, 2)" in printed.getvalue() and "Summary(iqm=" in printed.getvalue()
@@ -79,7 +80,7 @@ def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         cli.COMMANDS, "evaluate", (lambda words: evaluated.append(words) or 0, "", "")
     )
     monkeypatch.chdir(tmp_path)
-    assert len(commands()) == 9
+    assert len(commands()) == 10
     for command in commands():
         program, *words = command.split()
         assert program in ("jaxpg", ".venv/bin/jaxpg")

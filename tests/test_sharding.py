@@ -198,15 +198,15 @@ def replicated_cases():
 
 @pytest.mark.parametrize("name", replicated_cases())
 def test_replicas_stay_the_same(name, mesh):
-    """What is on every device is the same there, and a third step compiles nothing new."""
+    """What is on every device is the same there; the state comes back where it was put."""
     algorithm, config = replicated_cases()[name]
     parallel = data_parallel(algorithm, mesh)
     state = parallel.init(jax.random.key(1), config)
-    step = jax.jit(parallel.step, donate_argnums=0)
+    # a compiled program refuses a state that lies elsewhere
+    step = jax.jit(parallel.step, donate_argnums=0).lower(state, config).compile()
     before = [np.array(x) for x in jax.tree.leaves(state.params)]
     for _ in range(3):
         state, info = step(state, config)
-    assert step._cache_size() == 1
     assert state.runner.obs.addressable_shards[0].data.shape == (4, 4)
     shared = (state.params, state.opt_state, state.extra, state.update)
     if config.normalize_obs:
