@@ -73,6 +73,9 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
     if args.bfloat16:
         spec = {"compute_dtype": "bfloat16"}
         chosen.append(Contender("jaxpg, bfloat16", "jaxpg_ppo.py", (), spec))
+        if args.devices > 1:
+            name = f"jaxpg, bfloat16, {args.devices} devices"
+            chosen.append(Contender(name, "jaxpg_ppo.py", (), spec, args.devices))
     chosen.append(Contender("rejax", "rejax_ppo.py", ("rejax==0.1.3", "gymnax<1", jax_version), {}))
     threads = {"torch_threads": os.cpu_count() or 1}
     if args.sb3:

@@ -31,8 +31,10 @@ def product_in(compute_dtype: DTypeLike | None) -> Product:
     """The product of hidden layers, its inputs rounded to a short float, its sums in float32.
 
     Args:
-        compute_dtype: such as ``jnp.bfloat16``; None rounds nothing. Gradients are those of the
-            product without rounding, in float32.
+        compute_dtype: such as ``jnp.bfloat16``; None rounds nothing. Gradients of `W` are
+            products in float32; those of `x` have their factors and may have their result rounded,
+            but are in float32 as well on a CPU outside of `jax.shard_map` (`data_parallel`): with
+            several cores to a device that is faster.
 
     Returns:
         ``(x [..., I], W [I, J]) -> [..., J]``.
@@ -49,11 +51,25 @@ def product_in(compute_dtype: DTypeLike | None) -> Product:
     def rounded(x: Array, kernel: Array) -> Array:
         return _last_axis(x.astype(dtype), kernel.astype(dtype), preferred=jnp.float32)
 
-    return _differentiable(rounded)
+    def input_tangent(dx: Array, kernel: Array) -> Array:
+        if jax.default_backend() == "cpu" and not jax.sharding.get_abstract_mesh().manual_axes:
+            return _last_axis(dx, kernel)
+        # its transpose is what training computes: δ arrives rounded, and so both factors are
+        return _last_axis(dx, kernel.astype(dtype), preferred=dtype).astype(jnp.float32)
+
+    return _differentiable(rounded, input_tangent)
 
 
-def _differentiable(value: Product) -> Product:
-    """`value`, with the derivative of ``x W``, laid out for the device."""
+def _differentiable(value: Product, input_tangent: Product) -> Product:
+    """`value`, with the derivative of ``x W``, laid out for the device.
+
+    Args:
+        value: of the product.
+        input_tangent: ``(dx, W) -> dx W``, linear in ``dx``.
+
+    Returns:
+        The product.
+    """
 
     @jax.custom_jvp
     def product(x: Array, kernel: Array) -> Array:
@@ -64,7 +80,7 @@ def _differentiable(value: Product) -> Product:
         out = product(x, kernel)
         parts = []
         if not isinstance(dx, SymbolicZero):
-            parts.append(_last_axis(dx, kernel))
+            parts.append(input_tangent(dx, kernel))
         if not isinstance(dkernel, SymbolicZero):
             parts.append(_kernel_tangent(x, dkernel))
         return out, sum(parts[1:], start=parts[0]) if parts else jnp.zeros_like(out)
@@ -95,5 +111,5 @@ def _kernel_tangent(x: Array, dkernel: Array) -> Array:
     return jnp.einsum("bri,bij->brj", blocks, copies).reshape(*x.shape[:-1], outputs)
 
 
-product = _differentiable(_last_axis)
+product = _differentiable(_last_axis, _last_axis)
 """``x W``, ``(x [..., I], W [I, J]) -> [..., J]``."""

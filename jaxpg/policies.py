@@ -161,8 +161,9 @@ def mlp_policy(
         state_dependent_std: the network gives the log standard deviation, too (added to
             `log_std_init`).
         compute_dtype: such as ``jnp.bfloat16``: inputs of the products in hidden layers are rounded
-            to it and summed in float32; parameters, logits, values and gradients stay float32.
-            None: off.
+            to it and summed in float32, and on accelerators and under `data_parallel` also those of
+            the products that carry gradients backwards. Parameters, their gradients, logits and
+            values stay float32. None: off.
         action_mask: name of the observation's entry with the mask; None: no entry is one.
         action_values: the critic gives ``Q(s, ·)`` ``[N, A]`` over `Discrete` actions, in place of
             ``v(s)`` ``[N]``, as `actor_critic` takes it under ``advantage="action_value"``.

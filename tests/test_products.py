@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxpg._products import product, product_in
+from jaxpg.sharding import device_mesh
 
 SHAPES = {
     "blocks": ((512, 48), (48, 64)),
@@ -90,6 +92,28 @@ def test_inputs_rounded_and_gradients_not(key):
     dx, dkernel = jax.grad(lambda *a: jnp.sum(short(*a)), argnums=(0, 1))(x, kernel)
     np.testing.assert_allclose(dx, np.tile(np.sum(kernel, axis=1), (256, 1)), atol=1e-4)
     np.testing.assert_allclose(dkernel, np.tile(np.sum(x, axis=0)[:, None], 32), atol=1e-4)
+
+
+def test_inside_shard_map_gradients_of_inputs_are_rounded_too(key):
+    """There a CPU device is one core. Right is the product of rounded factors; XLA may round it."""
+    keys = jax.random.split(key, 3)
+    x, delta = (jax.random.normal(k, (256, 32)) for k in keys[:2])
+    kernel = jax.random.normal(keys[2], (32, 32))
+    short = product_in(jnp.bfloat16)
+
+    def gradients(x, kernel, delta):
+        return jax.vjp(short, x, kernel)[1](delta)
+
+    mesh, whole = device_mesh(), PartitionSpec()
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    dx, dkernel = jax.jit(mapped)(x, kernel, delta)
+    rounded = [np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (delta, kernel)]
+    exact = rounded[0] @ rounded[1].T
+    assert dx.dtype == jnp.float32
+    np.testing.assert_allclose(dx, exact, rtol=2**-8, atol=1e-3)
+    assert np.abs(dx - np.asarray(delta @ kernel.T)).max() > 1e-2  # float32 is no such thing
+    # those of the kernel are not
+    np.testing.assert_allclose(dkernel, gradients(x, kernel, delta)[1], rtol=1e-4, atol=1e-4)
 
 
 def test_only_float_dtypes():
