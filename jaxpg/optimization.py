@@ -16,6 +16,7 @@ from jaxpg._checks import divides, normalize_axis, positive_int
 from jaxpg.types import Info, Key, Pmean, PyTree, one_replica
 
 LossFn = Callable[[PyTree, PyTree], tuple[Array, Info]]
+GradientFn = Callable[[PyTree, PyTree], tuple[PyTree, Info]]
 
 
 def optimize(
@@ -98,7 +99,7 @@ def optimize(
 
     def minibatch_step(state: tuple, minibatch: PyTree) -> tuple[tuple, tuple[Info, Array]]:
         params, opt_state, stopped = state
-        metrics, grads = gradient(params, prepare(minibatch))
+        grads, metrics = gradient(params, prepare(minibatch))
         grads = pmean(grads)
         grad_norm = optax.tree.norm(grads)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
@@ -218,30 +219,27 @@ def permutation(key: Key, length: int) -> Array:
     return ((jax.lax.sort((words & ~low) | numbers) & low) ^ flipped).astype(jnp.int32)
 
 
-def _in_parts(
-    gradient: Callable[[PyTree, PyTree], tuple[PyTree, Info]], rows_at_a_time: int | None
-) -> Callable[[PyTree, PyTree], tuple[Info, PyTree]]:
-    """``(params, minibatch) -> (metrics, gradients)``, as means over parts of the minibatch."""
+def _in_parts(gradient: GradientFn, rows_at_a_time: int | None) -> GradientFn:
+    """`gradient` and the metrics beside it, as means over parts of the minibatch."""
+    if rows_at_a_time is None:
+        return gradient
 
-    def whole(params: PyTree, minibatch: PyTree) -> tuple[Info, PyTree]:
-        return gradient(params, minibatch)[::-1]
-
-    def in_parts(params: PyTree, minibatch: PyTree) -> tuple[Info, PyTree]:
+    def in_parts(params: PyTree, minibatch: PyTree) -> tuple[PyTree, Info]:
         size = len(jax.tree.leaves(minibatch)[0])
         divides("minibatch size", size, "rows_at_a_time", rows_at_a_time)
         if size == rows_at_a_time:
-            return whole(params, minibatch)
+            return gradient(params, minibatch)
         stacked = jax.tree.map(lambda x: x.reshape(-1, rows_at_a_time, *x.shape[1:]), minibatch)
-        like = jax.eval_shape(whole, params, jax.tree.map(lambda x: x[0], stacked))
+        like = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], stacked))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
         def add(total: PyTree, part: PyTree) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, total, whole(params, part)), None
+            return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
         total, _ = jax.lax.scan(add, zeros, stacked)
         return jax.tree.map(lambda x: x * (rows_at_a_time / size), total)
 
-    return whole if rows_at_a_time is None else in_parts
+    return in_parts
 
 
 def _deal(batch: PyTree, order: Array | None, parts: int, axis: int) -> PyTree:

@@ -1,9 +1,10 @@
 """Floor 5: runs spread over devices, and over time, as shardings of arrays under `jit`.
 
-Nothing below this floor knows of devices. A mesh of Auto axes and a sharding of the leading axis
-are enough for seeds (or settings): they do not talk to each other, so XLA splits a vmapped run
-without any communication. One agent on several devices is `data_parallel`: every device collects
-and shuffles rows of its own, and the only thing exchanged in an optimizer step is the gradient.
+Nothing below this floor places anything on a device or names an axis. A mesh of Auto axes and a
+sharding of the leading axis are enough for seeds (or settings): they do not talk to each other, so
+XLA splits a vmapped run without any communication. One agent on several devices is `data_parallel`:
+every device collects and shuffles rows of its own, and the only thing exchanged in an optimizer
+step is the gradient.
 
 On CPU, ``XLA_FLAGS=--xla_force_host_platform_device_count=2``, set before jax starts, makes two
 devices of two cores (`jaxpg train --devices 2` sets it).

@@ -71,6 +71,17 @@ def mesh():
     return device_mesh()
 
 
+@pytest.fixture(scope="module")
+def descent():
+    """One step of plain gradient descent by 1 an update: a policy, PPO and its config."""
+    env = jaxpg.from_gymnax("CartPole-v1", max_steps_in_episode=6)
+    policy = jaxpg.mlp_policy(env, hidden_sizes=(8,))
+    config = jaxpg.PPOConfig(
+        num_envs=4, num_steps=8, num_epochs=1, num_minibatches=1, normalize_advantages=None
+    )
+    return policy, jaxpg.ppo(env, policy, optimizer=lambda config: optax.sgd(1.0)), config
+
+
 def replicas_apart(algorithm, state, config):
     """The step that each of two devices would make alone, with its rows and its randomness."""
     next_key, key = jax.random.split(state.key)
@@ -84,14 +95,9 @@ def replicas_apart(algorithm, state, config):
     return next_key, steps
 
 
-def test_data_parallel_steps_along_the_mean_gradient(mesh):
+def test_data_parallel_steps_along_the_mean_gradient(descent, mesh):
     """Plain gradient descent by 1: parameters apart are θ − g_d, and together θ − (g_1 + g_2)/2."""
-    env = jaxpg.from_gymnax("CartPole-v1", max_steps_in_episode=6)
-    policy = jaxpg.mlp_policy(env, hidden_sizes=(8,))
-    algorithm = jaxpg.ppo(env, policy, optimizer=lambda config: optax.sgd(1.0))
-    config = jaxpg.PPOConfig(
-        num_envs=4, num_steps=8, num_epochs=1, num_minibatches=1, normalize_advantages=None
-    )
+    _, algorithm, config = descent
     state = algorithm.init(jax.random.key(3), config)
     parallel = data_parallel(algorithm, mesh)
     after, info = jax.jit(parallel.step)(shard_environments(state, mesh), config)
@@ -118,15 +124,11 @@ def test_data_parallel_steps_along_the_mean_gradient(mesh):
     assert float(info["env_steps"]) == 32
 
 
-def test_the_gradient_is_that_of_all_rows_at_once(mesh):
+def test_the_gradient_is_that_of_all_rows_at_once(descent, mesh):
     """Two devices with 16 rows each descend as one with 32, not N times as far."""
-    env = jaxpg.from_gymnax("CartPole-v1", max_steps_in_episode=6)
-    policy = jaxpg.mlp_policy(env, hidden_sizes=(8,))
-    config = jaxpg.PPOConfig(
-        num_envs=4, num_steps=8, num_epochs=1, num_minibatches=1, normalize_advantages=None
-    )
-    descent = {"optimizer": lambda config: optax.sgd(1.0)}
-    parallel = data_parallel(jaxpg.ppo(env, policy, **descent), mesh)
+    policy, algorithm, config = descent
+    env = algorithm.env
+    parallel = data_parallel(algorithm, mesh)
     state = parallel.init(jax.random.key(3), config)
     after, info = jax.jit(parallel.step)(state, config)
 

@@ -37,10 +37,9 @@ def main():
         fn = jaxpg.map_in_chunks(train, chunk_size=spec.get("chunk_size") or num_seeds, mesh=mesh)
         keys = jax.random.split(key, num_seeds)
         args = (keys if mesh is None else jaxpg.shard_leading_axis(keys, mesh),)
-    elif mesh is not None:
-        algorithm = jaxpg.data_parallel(algorithm, mesh)
-        fn, args = train, (key,)
     else:
+        if mesh is not None:
+            algorithm = jaxpg.data_parallel(algorithm, mesh)
         fn, args = train, (key,)
 
     def learn():
