@@ -25,6 +25,7 @@ at least float32, whatever comes in.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -105,19 +106,59 @@ def entropy_from_logits(logits: ArrayLike) -> Array:
     References:
         Shannon, "A Mathematical Theory of Communication", 1948, section 6.
     """
-    log_p = _log_softmax("logits", logits)
-    p = jnp.exp(log_p)
-    return -jnp.sum(p * jnp.where(p > 0, log_p, 0.0), axis=-1)
+    log_p = _log_probs("logits", logits)
+    p = [jnp.exp(x) for x in log_p]
+    return -_sum([p_i * jnp.where(p_i > 0, x, 0.0) for p_i, x in zip(p, log_p, strict=True)])
 
 
 # --- categorical: p = logits [..., A], x int [...] ---------------------------------------------
 
 
-def _log_softmax(name: str, logits: ArrayLike) -> Array:
+# Few actions are taken apart into columns, and sums over them written out. XLA then computes whole
+# losses in a few loops, where a reduction over a short last axis is a kernel of its own on a CPU
+# (benchmarks/README.md).
+_COLUMNS = 8
+
+
+def _columns(x: Array) -> list[Array]:
+    """``[..., A]`` as ``A`` arrays ``[..., 1]``; as itself where there are many."""
+    if x.shape[-1] > _COLUMNS:
+        return [x]
+    return [x[..., i : i + 1] for i in range(x.shape[-1])]
+
+
+def _sum(columns: list[Array]) -> Array:
+    """Over actions: ``[...]``."""
+    return functools.reduce(jnp.add, [jnp.sum(x, axis=-1) for x in columns])
+
+
+def _log_probs(name: str, logits: ArrayLike) -> list[Array]:
+    """Columns of log p."""
     logits = _checks.as_float(name, logits)
     if logits.ndim < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{name} needs a last axis of at least one action, got {logits.shape}")
-    return jax.nn.log_softmax(logits, axis=-1)
+    columns = _columns(logits)
+    largest = functools.reduce(jnp.maximum, [jnp.max(x, axis=-1) for x in columns])
+    shifted = [x - jax.lax.stop_gradient(largest)[..., None] for x in columns]
+    log_total = _log_sum_exp(shifted)[..., None]
+    return [x - log_total for x in shifted]
+
+
+@jax.custom_jvp
+def _log_sum_exp(columns: list[Array]) -> Array:
+    """log Σₐ exp zₐ of what cannot overflow, with the derivative Σₐ pₐ dzₐ.
+
+    p = exp log p, which entropies need as well, takes the place of exp z / Σ exp z.
+    """
+    return jnp.log(_sum([jnp.exp(x) for x in columns]))
+
+
+@_log_sum_exp.defjvp
+def _log_sum_exp_jvp(primals: tuple[list[Array]], tangents: tuple[list[Array]]) -> tuple:
+    (columns,), (tangent_columns,) = primals, tangents
+    log_total = _log_sum_exp(columns)
+    pairs = zip(columns, tangent_columns, strict=True)
+    return log_total, _sum([jnp.exp(x - log_total[..., None]) * dx for x, dx in pairs])
 
 
 def _actions(x: ArrayLike, shape: tuple[int, ...]) -> Array:
@@ -151,20 +192,22 @@ def _identity(x: ArrayLike) -> Array:
 
 
 def _categorical_log_prob(p: ArrayLike, x: ArrayLike) -> Array:
-    log_p = _log_softmax("p", p)
-    x = _actions(x, log_p.shape[:-1])
+    log_p = _log_probs("p", p)
+    x = _actions(x, jnp.shape(p)[:-1])
     # selected by comparison: the gradient of a gather is a scatter, slow where A is small
-    num_actions = log_p.shape[-1]
-    chosen = x[..., None] == jnp.arange(num_actions)
-    score = jnp.sum(jnp.where(chosen, log_p, 0.0), axis=-1)
+    num_actions = jnp.shape(p)[-1]
+    actions = _columns(jnp.arange(num_actions))
+    pairs = zip(actions, log_p, strict=True)
+    score = _sum([jnp.where(x[..., None] == action, y, 0.0) for action, y in pairs])
     return jnp.where((x >= 0) & (x < num_actions), score, jnp.nan)
 
 
 def _categorical_kl(p: ArrayLike, q: ArrayLike) -> Array:
-    log_p, log_q = _log_softmax("p", p), _log_softmax("q", q)
-    _checks.same_shape(p=log_p, q=log_q)
-    prob = jnp.exp(log_p)
-    return jnp.sum(prob * jnp.where(prob > 0, log_p - log_q, 0.0), axis=-1)
+    _checks.same_shape(p=jnp.asarray(p), q=jnp.asarray(q))
+    log_p, log_q = _log_probs("p", p), _log_probs("q", q)
+    prob = [jnp.exp(x) for x in log_p]
+    terms = zip(prob, log_p, log_q, strict=True)
+    return _sum([p_i * jnp.where(p_i > 0, x - y, 0.0) for p_i, x, y in terms])
 
 
 categorical = Distribution(

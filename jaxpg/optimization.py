@@ -57,7 +57,8 @@ def optimize(
         target_kl: early stop, checked per minibatch: the first minibatch whose
             ``metrics["approx_kl"]`` exceeds it takes no step, nor does any later one. None is off.
             (Stable-Baselines3 compares with 1.5 times its ``target_kl``.)
-        prepare: what is done with a whole minibatch before its step, outside of the gradient.
+        prepare: what is done with a whole minibatch outside of the gradient; vmapped over those
+            of an epoch before its first step, so that no step waits for it.
         rows_at_a_time: gradients and metrics of a minibatch are means over parts of this many
             entries of its axis 0, one part after another, which takes less memory. Right for
             losses and metrics that are means over entries, each counting alike. None takes all.
@@ -99,7 +100,7 @@ def optimize(
 
     def minibatch_step(state: tuple, minibatch: PyTree) -> tuple[tuple, tuple[Info, Array]]:
         params, opt_state, stopped = state
-        grads, metrics = gradient(params, prepare(minibatch))
+        grads, metrics = gradient(params, minibatch)
         grads = pmean(grads)
         grad_norm = optax.tree.norm(grads)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
@@ -118,7 +119,8 @@ def optimize(
         return (new_params, new_opt_state, stopped), (metrics, ~stopped)
 
     def epoch(state: tuple, order: Array | None) -> tuple[tuple, tuple[Info, Array]]:
-        return jax.lax.scan(minibatch_step, state, _deal(batch, order, num_minibatches, axis))
+        minibatches = _deal(batch, order, num_minibatches, axis)
+        return jax.lax.scan(minibatch_step, state, jax.vmap(prepare)(minibatches))
 
     state = (params, opt_state, jnp.asarray(False))
     # With one minibatch the order cannot matter. All orders at once: a sort in every epoch would

@@ -228,6 +228,35 @@ def test_gradients_against_finite_differences(name: str, key: jax.Array, x64: No
     check_grads(total, (p, q), order=2, modes=["rev"])
 
 
+@pytest.mark.parametrize("num_actions", [1, 2, 8, 9, 40])
+def test_few_and_many_actions_agree_with_log_softmax(num_actions, key):
+    """Values, gradients and second derivatives, where sums over actions are written out or not."""
+    keys = jax.random.split(key, 4)
+    logits = 3 * jax.random.normal(keys[0], (5, num_actions))
+    logits = logits.at[1].add(1e4)  # a common offset is no reason to round
+    others = jax.random.normal(keys[1], logits.shape)
+    actions = jax.random.randint(keys[2], (5,), 0, num_actions)
+    direction = jax.random.normal(keys[3], logits.shape)
+    rows = jnp.arange(5)
+
+    def ours(z):
+        pair = categorical.kl(z, others) + categorical.kl(others, z)
+        return jnp.stack([categorical.log_prob(z, actions), categorical.entropy(z), pair])
+
+    def theirs(z):
+        log_p, log_q = jax.nn.log_softmax(z), jax.nn.log_softmax(others)
+        p, q = jnp.exp(log_p), jnp.exp(log_q)
+        pair = jnp.sum((p - q) * (log_p - log_q), axis=-1)
+        return jnp.stack([log_p[rows, actions], -jnp.sum(p * log_p, axis=-1), pair])
+
+    def of(f):
+        gradient = jax.jacrev(lambda z: jnp.sum(f(z), axis=1))
+        return f(logits), gradient(logits), jax.jvp(gradient, (logits,), (direction,))[1]
+
+    for mine, reference in zip(of(ours), of(theirs), strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_agree_with_log_prob_entropy_and_kl(name: str, key: jax.Array) -> None:
     """Monte Carlo: E[−log π(x)] is the entropy, E[log p − log q] is the KL divergence.

@@ -177,6 +177,23 @@ def test_a_minibatch_is_prepared_whole_and_without_gradient(key):
     np.testing.assert_allclose(seen[2]["square"], np.var(batch), rtol=1e-6)
 
 
+def test_each_minibatch_is_prepared_apart(key):
+    """Rows less the mean of their own minibatch, of which there are three an epoch."""
+    rows = []
+
+    def loss(params, minibatch):
+        jax.debug.callback(lambda x: rows.append(np.asarray(x)), minibatch)
+        return jnp.mean(params * minibatch), {}
+
+    settings = {"num_epochs": 2, "num_minibatches": 3, "shuffle": False}
+    w = jnp.zeros(())
+    prepare = lambda x: x - jnp.mean(x)  # noqa: E731
+    optimize(key, loss, SGD, w, SGD.init(w), jnp.arange(6.0) ** 2, prepare=prepare, **settings)
+    jax.effects_barrier()
+    spread = sorted(x[1] for x in rows)  # of 0, 1 and 4, 9 and 16, 25
+    assert spread == [0.5, 0.5, 2.5, 2.5, 4.5, 4.5]
+
+
 def test_rows_in_cache(monkeypatch):
     """Parts only where a replica has a core of its own."""
     monkeypatch.setattr(optimization, "num_cores", lambda: 2)
