@@ -35,6 +35,7 @@ from jaxpg.flags import (
 )
 from jaxpg.live_runs import run_to_end
 from jaxpg.loggers import drop_points_after
+from jaxpg.optimization import num_cores
 from jaxpg.presets import PRESETS, Preset, has_preset, preset
 from jaxpg.registry import (
     ALGORITHMS,
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(words: list[str]) -> int:
     """``jaxpg train ALGORITHM ENV [flags]`` or ``jaxpg train --resume RUN [flags]``."""
-    request_devices(words)
+    request_devices(words, default=num_cores())
     with refusing():
         folder = resumed_folder(words)
     if folder is not None:
@@ -137,7 +138,7 @@ def train(words: list[str]) -> int:
         )
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
-        mesh = mesh_of(run.devices, spec.num_seeds)
+        mesh = mesh_of(run.devices, spec.num_seeds, run.chunk_size)
         check_devices(spec, algorithm, mesh, run.chunk_size)
         folder = free_folder(run.run_dir, spec, overwrite=run.overwrite)
         start_folder(folder, spec)
@@ -195,7 +196,7 @@ def resume(words: list[str], folder: Path) -> int:
         )
         positive_int("eval_episodes", run.eval_episodes)
         check_evaluation(spec, algorithm, run.eval_episodes)
-        mesh = mesh_of(run.devices, spec.num_seeds)
+        mesh = mesh_of(run.devices, spec.num_seeds, run.chunk_size)
         check_devices(spec, algorithm, mesh, run.chunk_size)
         states = load_states(folder, spec, algorithm)
         update = int(np.asarray(states.update)[0])

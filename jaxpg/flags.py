@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -50,9 +51,9 @@ class RunOptions:
     """Folder to write; None is runs/ALGORITHM-ENV-TIME."""
     overwrite: Switch = False
     """Replace the run that stands in --run-dir."""
-    devices: int = 1
-    """Devices that the seeds are spread over, or the environments of a single one. On CPU jax makes
-    as many of the cores."""
+    devices: int | None = None
+    """Devices that the seeds are spread over, or the environments of a single one; on CPU jax makes
+    them of the cores. None is as many as divide the seeds, and one for a single seed."""
     chunk_size: int | None = None
     """Seeds trained at a time; None is up to 16 a device on a CPU (for its cache), else all."""
     quiet: Switch = False
@@ -69,9 +70,9 @@ class ResumeOptions:
     """Steps (or completions) of each seed since the run's start, rounded up to whole updates."""
     eval_episodes: int = 32
     """Episodes (prompts on token tasks) of each seed at the end, greedy and again sampled."""
-    devices: int = 1
-    """Devices that the seeds are spread over, or the environments of a single one. On CPU jax makes
-    as many of the cores."""
+    devices: int | None = None
+    """Devices that the seeds are spread over, or the environments of a single one; on CPU jax makes
+    them of the cores. None is as many as divide the seeds, and one for a single seed."""
     chunk_size: int | None = None
     """Seeds trained at a time; None is up to 16 a device on a CPU (for its cache), else all."""
     quiet: Switch = False
@@ -227,30 +228,39 @@ def resumed_folder(words: Sequence[str]) -> Path | None:
     return Path(value)
 
 
-def request_devices(words: Sequence[str]) -> None:
-    """Has jax make as many CPU devices as ``--devices`` says: only before it starts, and if asked.
+def request_devices(words: Sequence[str], *, default: int = 1) -> None:
+    """Has jax make as many CPU devices as ``--devices`` says: only before it starts.
 
     Whether they are there in the end is checked by `mesh_of`: jax may have started, or found
     other devices.
     """
-    value = value_of("--devices", words) or ""
+    value = value_of("--devices", words)
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    if value.isdecimal() and int(value) > 1:
+    number = default if value in (None, "None") else int(value) if value.isdecimal() else 1
+    if number > 1:
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", int(value))
+            jax.config.update("jax_num_cpu_devices", number)
 
 
-def mesh_of(devices: int, num_seeds: int) -> Mesh | None:
+def mesh_of(devices: int | None, num_seeds: int, chunk_size: int | None = None) -> Mesh | None:
     """The devices that the seeds are spread over, or a single one's environments; None for one.
+
+    Args:
+        devices: how many; None is the largest number that divides the seeds trained at a time.
+        num_seeds: of the run.
+        chunk_size: seeds trained at a time, where it is given.
 
     Raises:
         ValueError: there are fewer, or they do not divide the seeds.
     """
+    found = jax.devices()
+    if devices is None:
+        together = math.gcd(num_seeds, chunk_size or num_seeds)
+        devices = max(n for n in range(1, len(found) + 1) if together % n == 0)
     positive_int("devices", devices)
     if num_seeds > 1:
         divides("num_seeds", num_seeds, "devices", devices)
-    found = jax.devices()
     if devices > len(found):
         raise ValueError(f"devices={devices}, but jax has {len(found)} ({found[0].platform})")
     return device_mesh(found[:devices]) if devices > 1 else None

@@ -52,6 +52,7 @@ def run_to_end(
     say(
         f"{spec.algorithm} on {spec.environment}: {spec.num_seeds} seeds × {total:,} "
         f"{domain.step_label} ({spec.num_updates:,} updates of {per_update:,})"
+        + ("" if mesh is None else f", on {mesh.size} devices")
     )
     for note in [*notes, f"run folder: {folder}"]:
         say(note)

@@ -17,9 +17,11 @@ from rich.console import Console
 
 from jaxpg import cli, live_runs, throughput
 from jaxpg.cli import main
+from jaxpg.flags import mesh_of, request_devices
 from jaxpg.loggers import read_metrics
 from jaxpg.run_folders import load_states, read_config
 from jaxpg.runs import Point, Trained, build, seed_keys
+from jaxpg.sharding import num_devices
 from jaxpg.terminal import RunDisplay
 
 TINY = (
@@ -222,6 +224,30 @@ def test_seeds_spread_over_devices_and_in_chunks(
     assert many.code == 2 and many.err == "jaxpg: devices=3, but jax has 2 (cpu)\n"
     odd = call(TINY, "--devices 2 --num-seeds 3 --run-dir", tmp_path / "odd")
     assert odd.code == 2 and odd.err == "jaxpg: devices=2 does not divide num_seeds=3\n"
+
+
+def test_seeds_are_spread_as_far_as_they_divide() -> None:
+    """Over the two devices of these tests; what is trained at a time must divide as well."""
+    sizes = {
+        (num_seeds, chunk_size): num_devices(mesh_of(None, num_seeds, chunk_size))
+        for num_seeds, chunk_size in [(1, None), (3, None), (4, None), (4, 1), (4, 2), (6, 3)]
+    }
+    assert sizes == {(1, None): 1, (3, None): 1, (4, None): 2, (4, 1): 1, (4, 2): 2, (6, 3): 1}
+    assert mesh_of(1, 4) is None
+
+
+def test_devices_are_asked_for_before_jax_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(jax.config, "update", lambda *setting: asked.append(setting))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    request_devices(["--devices", "3"], default=5)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    for words in (["--devices", "3"], ["--devices=4"], ["--devices", "1"], ["--devices", "x"]):
+        request_devices(words, default=5)
+    request_devices(["--devices", "None"], default=6)
+    request_devices([], default=7)
+    request_devices([])
+    assert asked == [("jax_num_cpu_devices", n) for n in (3, 4, 6, 7)]
 
 
 def test_one_seed_spread_over_devices(tmp_path: Path) -> None:
