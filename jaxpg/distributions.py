@@ -193,9 +193,9 @@ def _identity(x: ArrayLike) -> Array:
 
 def _categorical_log_prob(p: ArrayLike, x: ArrayLike) -> Array:
     log_p = _log_probs("p", p)
-    x = _actions(x, jnp.shape(p)[:-1])
+    *rows, num_actions = jnp.shape(p)
+    x = _actions(x, tuple(rows))
     # selected by comparison: the gradient of a gather is a scatter, slow where A is small
-    num_actions = jnp.shape(p)[-1]
     actions = _columns(jnp.arange(num_actions))
     pairs = zip(actions, log_p, strict=True)
     score = _sum([jnp.where(x[..., None] == action, y, 0.0) for action, y in pairs])

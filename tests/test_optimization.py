@@ -185,10 +185,19 @@ def test_each_minibatch_is_prepared_apart(key):
         jax.debug.callback(lambda x: rows.append(np.asarray(x)), minibatch)
         return jnp.mean(params * minibatch), {}
 
-    settings = {"num_epochs": 2, "num_minibatches": 3, "shuffle": False}
     w = jnp.zeros(())
-    prepare = lambda x: x - jnp.mean(x)  # noqa: E731
-    optimize(key, loss, SGD, w, SGD.init(w), jnp.arange(6.0) ** 2, prepare=prepare, **settings)
+    optimize(
+        key,
+        loss,
+        SGD,
+        w,
+        SGD.init(w),
+        jnp.arange(6.0) ** 2,
+        num_epochs=2,
+        num_minibatches=3,
+        shuffle=False,
+        prepare=lambda minibatch: minibatch - jnp.mean(minibatch),
+    )
     jax.effects_barrier()
     spread = sorted(x[1] for x in rows)  # of 0, 1 and 4, 9 and 16, 25
     assert spread == [0.5, 0.5, 2.5, 2.5, 4.5, 4.5]
